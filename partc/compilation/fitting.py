@@ -52,6 +52,8 @@ def within_budget(
     if fits is not None:
         return fits
     least = tries.next(lambda time: replace(time, given=frozenset(), besides=budget))
+    if any(rank.timeline[-1].after > budget for rank in tries.smallest.ranks):  # between steps, whatever is saved
+        raise _too_little(budget, tries.smallest)
     for _ in range(ATTEMPTS):
         fits = tries.next(lambda time: replace(time, given=frozenset()))
         if fits is not None or tries.ended:
@@ -63,7 +65,7 @@ def within_budget(
         if tries.ended:
             break
     if fits is None and least is None:
-        raise _too_little(budget, min(tries.accounts, key=lambda account: account.worst.peak))
+        raise _too_little(budget, tries.smallest)
     return fits or least or ()
 
 
@@ -75,8 +77,13 @@ class _Tries:
         self._budget, self._start, self._choose = budget, start, choose
         self._times: list[tuple[Time, ...]] = [()] * start.mesh.axis(PIPELINE_AXIS)
         self._seen: list[Program] = []
-        self.accounts: list[Account] = []
+        self._accounts: list[Account] = []
         self.ended = False  # whether the last choice had been tried before
+
+    @property
+    def smallest(self) -> Account:
+        """The account with the lowest peak."""
+        return min(self._accounts, key=lambda account: account.worst.peak)
 
     def next(self, each: Callable[[Time], Time]) -> tuple[PassResult, ...] | None:
         """The steps with the best choice under these moments, if it is new and fits; else None."""
@@ -87,7 +94,7 @@ class _Tries:
             return None
         account, ledgers = rehearsed(program, **self._how)
         self._seen.append(chosen)
-        self.accounts.append(account)
+        self._accounts.append(account)
         self._times = [
             (*known, *observed(self._start, chosen, schedule, ledger.peaks))
             for known, schedule, ledger in zip(self._times, program.schedule, ledgers, strict=True)

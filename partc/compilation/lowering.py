@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from partc import passes
 from partc.compilation.options import Options
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from partc.rehearsal.rehearsal import KnownSteps
 
 UNPROVED = "prefetch"  # the last pass before the proof; its result is the finished program
-
-_SAVING, _AHEAD = passes.before("recompute")[-1], passes.before("prefetch")[-1]
+# The last passes before saved values are chosen, and before gathers are started ahead.
+SAVING, AHEAD = passes.before("recompute")[-1], passes.before("prefetch")[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,30 @@ class Lowered:
 
     steps: tuple[passes.PassResult, ...]
     rehearsed: KnownSteps = ()
+
+
+def budgeted(
+    start: Program, options: Options, verify: Verifier | None = None, **known: Any
+) -> tuple[passes.PassResult, ...]:
+    """The results of the passes after `SAVING`, up to `UNPROVED`, with the least recomputation under which no rank
+    holds more than the budget. Under ZeRO 3 nothing is gathered ahead. `known` is given to the passes as well. Raises
+    PartcError P0415 if nothing fits.
+    """
+    from partc.compilation.fitting import within_budget
+    from partc.passes.recompute import frontiers_of
+    from partc.rehearsal.late import gathering_actions
+
+    assert options.budget is not None
+    given = options.for_passes | {"frontiers": frontiers_of(start), **known}
+
+    def choose(times: Sequence[Sequence[Time]]) -> tuple[passes.PassResult, ...]:
+        steps = passes.run(start, given | {"times": times}, until=AHEAD, behind=SAVING, verify=verify)
+        # Nothing is gathered ahead, so that the peaks are those of the finished program.
+        late = gathering_actions(steps[-1].program) if options.zero == 3 else frozenset()
+        rest = passes.run(steps[-1].program, given | {"late": late}, until=UNPROVED, behind=AHEAD, verify=verify)
+        return (*steps, *rest)
+
+    return within_budget(options.budget, start, choose, optimizer=options.optimizer, groups=options.group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,37 +83,23 @@ class PassRuns:
             return Lowered(self._fitted(traced, options, until, observe))
         from partc.rehearsal.late import LateActions, gathering_actions, late_actions
 
-        first = self._fitted(traced, options, _AHEAD, observe)
+        first = self._fitted(traced, options, AHEAD, observe)
         program = first[-1].program
         late = late_actions(program) if ahead else LateActions(gathering_actions(program))
         known, verify = options.for_passes | {"late": late.names}, self._verifier(program)
-        rest = passes.run(program, known, until=until, behind=_AHEAD, verify=verify, observe=observe)
+        rest = passes.run(program, known, until=until, behind=AHEAD, verify=verify, observe=observe)
         return Lowered((*first, *rest), late.compared)
 
     def _fitted(
         self, traced: Program, options: Options, until: str | None, observe: passes.Observer
     ) -> tuple[passes.PassResult, ...]:
         early = until is not None and until in passes.before("recompute")
-        last = until if options.budget is None or early else _SAVING
+        last = until if options.budget is None or early else SAVING
         verify = self._verifier(traced)
         first = passes.run(traced, options.for_passes, until=last, verify=verify, observe=observe, shared=self._shared)
         if options.budget is None or early:
             return first
-        from partc.compilation.fitting import within_budget
-        from partc.passes.recompute import frontiers_of
-        from partc.rehearsal.late import gathering_actions
-
-        start = first[-1].program
-        frontiers = frontiers_of(start)
-
-        def choose(times: Sequence[Sequence[Time]]) -> tuple[passes.PassResult, ...]:
-            known = options.for_passes | {"times": times, "frontiers": frontiers}
-            steps = passes.run(start, known, until=_AHEAD, behind=_SAVING, verify=verify)
-            # Nothing is gathered ahead, so that the peaks are those of the finished program.
-            known["late"] = gathering_actions(steps[-1].program) if options.zero == 3 else frozenset()
-            return (*steps, *passes.run(steps[-1].program, known, until=UNPROVED, behind=_AHEAD, verify=verify))
-
-        rest = within_budget(options.budget, start, choose, optimizer=options.optimizer, groups=options.group)
+        rest = budgeted(first[-1].program, options, verify)
         proof = passes.run(rest[-1].program, options.for_passes, until=until, behind=UNPROVED, verify=verify)
         wanted = {entry.name for entry in passes.up_to(until)}
         chosen = tuple(step for step in (*rest, *proof) if step.name in wanted)

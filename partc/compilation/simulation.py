@@ -20,6 +20,7 @@ from typing import Any
 from partc import passes
 from partc.cluster.cluster import Cluster
 from partc.compilation.coupling import apart_if_coupled
+from partc.compilation.lowering import AHEAD, SAVING, UNPROVED, budgeted
 from partc.compilation.options import DEFAULT, Options, as_compile_errors
 from partc.compilation.plan import FP8, ParallelPlan, json_lines, normalised_document
 from partc.cost.calibration import Calibration
@@ -324,11 +325,11 @@ class Simulator:
             return replace(program, mesh=mesh, microbatches=options.microbatches)
 
         kept: _Key = (*shape, options.loss_chunks, options.recompute)
-        if options.budget is not None:
-            kept = (*kept, mesh, options.microbatches, options.schedule, options.virtual_stages)
         on = replace(whole, mesh=cut.mesh, microbatches=cut.microbatches)
         piped: _Key = (mesh.axis(PIPELINE_AXIS), stages, options.stage_calls, everywhere, _local(on))
         staged = self._memoized(("stages", *shape, *piped), lambda: passes.between("expand", "stages", on, given))
+        if options.budget is not None:
+            return _within_budget(passes.between("stages", SAVING, ready(staged), given), options, self.fusions)
         recomputed = self._memoized(
             ("recompute", *kept, *piped), lambda: passes.between("stages", "recompute", staged, given)
         )
@@ -358,6 +359,17 @@ class Simulator:
             batches=batches,
             precision=options.precision,
         )
+
+
+def _within_budget(start: Program, options: Options, fusions: Fusions) -> Program:
+    """The program with as little recomputation as its budget allows, and with gathers ahead as `partc compile` has."""
+    from partc.rehearsal.late import late_actions
+
+    steps = budgeted(start, options, fusions=fusions)
+    if options.zero < 3:
+        return steps[-1].program
+    (program,) = (step.program for step in steps if step.name == AHEAD)
+    return passes.between(AHEAD, UNPROVED, program, options.for_passes | {"late": late_actions(program).names})
 
 
 def _local(program: Program) -> tuple[tuple[str, int], ...]:

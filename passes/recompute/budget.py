@@ -5,9 +5,10 @@
 
 The choice has two steps. Each region has a frontier: the choices that no other choice beats in both bytes and time.
 Each rank assigns points of the frontiers to its calls, so that its memory fits at all times of the step, in the least
-time. Both are exact, but a frontier of a large region has only some of its points (`frontier`). A stage uses at most
-two points for the calls of a region: two bodies to read, two loops. The calls that save least come first: their
-backward passes, which need the most temporary memory, run when others have released their saved values.
+time. Both are exact, but a frontier of a large region has only some of its points (`frontier`), of which a rank with
+many stages uses only some (`MOST_COLUMNS`). A stage uses at most two points for the calls of a region: two bodies to
+read, two loops. The calls that save least come first: their backward passes, which need the most temporary memory, run
+when others have released their saved values.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from partc.sharding.integer_program import solve_integer_program
 
 MOST_POINTS = 2  # the most points that a stage uses for a region
 FINEST = 10**8  # numbers up to which the solver is exact
+MOST_COLUMNS, FEWEST_POINTS = 128, 8  # points of all slots, and of each: of longer frontiers, points at equal distances
 Dealt = dict[Slot, dict[int, int]]  # slot -> index on the frontier -> number of calls there, in order of calls
 
 
@@ -197,7 +199,8 @@ class _BudgetProgram:
     """The integer program: columns are the number of calls at each point of each slot, and whether it is positive."""
 
     def __init__(self, frontiers: Sequence[Sequence[Point]], counts: Sequence[int], rows: Sequence[Row]) -> None:
-        self.columns = [(slot, index) for slot, points in enumerate(frontiers) for index in range(len(points))]
+        most = max(FEWEST_POINTS, MOST_COLUMNS // len(frontiers))
+        self.columns = [(slot, index) for slot, points in enumerate(frontiers) for index in _spread(points, most)]
         self.frontiers, self.slots = frontiers, len(counts)
         self.upper = np.array([*(counts[slot] for slot, _ in self.columns), *(1 for _ in self.columns)], dtype=float)
         largest = max((_largest(frontiers, counts, row) for row in rows), default=0)
@@ -222,7 +225,10 @@ class _BudgetProgram:
 
     def _limits(self, row: Row) -> Iterator[tuple[Any, int]]:
         size = len(self.columns)
-        for point in range(len(row.besides)):
+        if any((slot, index) not in self.columns for slot, each in enumerate(row.given) for index in each):
+            return  # a choice that is left out
+        points = [0] if row.inside is None else [index for slot, index in self.columns if slot == row.inside]
+        for point in points:
             if row.given and row.inside is not None and point not in row.given[row.inside]:
                 continue
             besides = -(-row.besides[point] // self.unit)
@@ -277,6 +283,14 @@ class _BudgetProgram:
             if number:
                 dealt[slot][index] = int(number)
         return dealt
+
+
+def _spread(points: Sequence[Point], most: int) -> list[int]:
+    """The indices of at most this many points of a frontier: the ends, and those nearest to equal steps of bytes."""
+    if len(points) <= most:
+        return list(range(len(points)))
+    steps = np.linspace(points[0].bytes, points[-1].bytes, most)
+    return sorted({int(np.argmin([abs(point.bytes - step) for point in points])) for step in steps})
 
 
 def _largest(frontiers: Sequence[Sequence[Point]], counts: Sequence[int], row: Row) -> int:

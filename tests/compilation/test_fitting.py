@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 
 import partc
+from partc.cluster.cluster import preset
+from partc.compilation import fitting
+from partc.compilation.plan import ParallelPlan
+from partc.compilation.simulation import Simulator
+from partc.cost.calibration import calibration
 from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
 
@@ -49,6 +54,35 @@ def test_what_a_budget_needs_at_least_is_enough() -> None:
     enough = re.search(r"--recompute (\S+) or more", str(error.value))
     assert enough is not None
     assert max(peaks(compiled("1", recompute=enough[1]))) <= (parse_bytes(enough[1]) or 0)
+
+
+def test_a_budget_below_the_weights_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No choice changes the memory between steps: the two that save most and least suffice."""
+    tried: list[object] = []
+    rehearsed = fitting.rehearsed
+    monkeypatch.setattr(fitting, "rehearsed", lambda each, **how: tried.append(each) or rehearsed(each, **how))
+    with pytest.raises(PartcError, match="P0415"):
+        compiled("1", recompute="100KB")
+    assert len(tried) == 2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [("dp=2", {"zero": 3}), ("pp=2", {"schedule": "zero-bubble"})],
+)
+def test_a_budget_is_simulated_as_it_is_compiled(mesh: str, more: dict[str, Any]) -> None:
+    """The simulator chose saved values for a budget of activations alone; plans by it were then refused (P0415)."""
+    how: dict[str, Any] = {"microbatches": 4, "precision": "bf16", "kernels": "triton", **more}
+    most, least = (
+        max(peaks(partc.compile(EXAMPLES / "gpt.py", mesh=mesh, recompute=kind, **how))) for kind in ("none", "full")
+    )
+    recompute = f"{(most + least) // 2}B"
+    cluster = preset("8xH100-80GB")
+    plan = ParallelPlan(mesh=mesh, recompute=recompute, **how)
+    simulated = Simulator(str(EXAMPLES / "gpt.py"), cluster, calibration(cluster)).program(plan)
+    program = partc.compile(EXAMPLES / "gpt.py", mesh=mesh, recompute=recompute, **how).program
+    assert [region.saved for region in simulated.regions] == [region.saved for region in program.regions]
+    assert simulated.schedule == program.schedule
 
 
 @pytest.mark.slow

@@ -27,8 +27,8 @@ from partc.ir.parser import parse
 from partc.ir.printer import print_program
 from partc.ir.program import Call, Program, Value
 from partc.ir.verifier import verify_program
+from partc.passes.recompute import budget, recompute
 from partc.passes.recompute import choice as choices
-from partc.passes.recompute import recompute
 from partc.passes.recompute.budget import MOST_POINTS, Row, solve
 from partc.passes.recompute.choice import Point, SavingProblem, frontier
 from partc.schedules import SCHEDULES, compute_order
@@ -232,6 +232,22 @@ def test_the_dealing_is_the_quickest_of_all(seed: int) -> None:
     dealt = solve(frontiers, counts, rows, least - 1)
     found = tuple(tuple(index for index, number in points.items() for _ in range(number)) for points in dealt)
     assert max(held(row, found) for row in rows) == least, "what comes nearest"
+
+
+def test_many_stages_choose_among_some_points_of_long_frontiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ends stay, so that all that fits is saved, and the choice that holds least is found."""
+    points = [Point(saved=frozenset(), bytes=1000 - 10 * n, effort=n * n) for n in range(101)]
+    frontiers, counts = [points] * 3, [2] * 3
+    rows = [Row(weights=(1, 1, 1))]
+    monkeypatch.setattr(budget, "FEWEST_POINTS", 5)
+    monkeypatch.setattr(budget, "MOST_COLUMNS", 15)
+    few = {0, 25, 50, 75, 100}
+    for room, effort in ((6000, 0), (3000, 6 * 50**2), (0, 6 * 100**2), (-1, 6 * 100**2)):
+        dealt = solve(frontiers, counts, rows, room)
+        assert all(few.issuperset(each) for each in dealt)
+        assert sum(points[index].effort * number for each in dealt for index, number in each.items()) == effort
+    monkeypatch.setattr(budget, "MOST_COLUMNS", 3 * 101)
+    assert solve(frontiers, counts, rows, 2940) == [{51: 2}] * 3
 
 
 # -- programs ---------------------------------------------------------------------------------------

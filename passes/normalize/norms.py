@@ -9,7 +9,8 @@
                                                           rv.copy_(0.9 * rv + 0.1 * n / (n - 1) * var)
 
 The variance passes no gradient to the mean, because deviations add up to zero. In backward, the two sums over ranks
-are then independent, and `overlap` joins them. `differentiate` merges the equal values c and d.
+are then independent, and `overlap` joins them. `differentiate` merges the equal values c and d. Where forward computes
+gradients itself, d is c, since the gradient of the variance depends on the mean.
 
 Running statistics use the unbiased variance (Ioffe and Szegedy 2015, algorithm 2).
 """
@@ -20,6 +21,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from partc.ir.program import Arg, Graph, Op, Ref, TensorType, Value
+from partc.passes.normalize.inner_gradients import NAME as INNER_GRADIENT
 
 
 def plain_norms(graph: Graph, types: dict[str, TensorType]) -> Graph:
@@ -27,9 +29,10 @@ def plain_norms(graph: Graph, types: dict[str, TensorType]) -> Graph:
     if not any(op.name in ("batch_norm", "instance_norm") for op in graph.ops):
         return graph
     known = types | {name: value.type for name, value in graph.definitions().items()}
+    twice = any(op.name == INNER_GRADIENT for op in graph.ops)
     ops: list[Op] = []
     for op in graph.ops:
-        ops.extend(_Norm(op, known).spelled() if op.name in ("batch_norm", "instance_norm") else (op,))
+        ops.extend(_Norm(op, known, twice).spelled() if op.name in ("batch_norm", "instance_norm") else (op,))
     return replace(graph, ops=tuple(ops))
 
 
@@ -39,6 +42,7 @@ class _Norm:
 
     op: Op
     types: dict[str, TensorType]
+    twice: bool  # whether its gradient may have a gradient
     ops: list[Op] = field(default_factory=list)
 
     def spelled(self) -> list[Op]:
@@ -55,8 +59,9 @@ class _Norm:
             total = self.add("sum", (x, dims, True), "sum", small)
             found = self.add("div", (total, count), "mean", small)
             centered = self.add("sub", (x, found), "centered", shape)
-            held = self.add("detach", (found,), "held", small)
-            apart = self.add("sub", (x, held), "apart", shape)
+            apart = centered
+            if not self.twice:
+                apart = self.add("sub", (x, self.add("detach", (found,), "held", small)), "apart", shape)
             squares = self.add("mul", (apart, apart), "squares", shape)
             spread = self.add("div", (self.add("sum", (squares, dims, True), "spread", small), count), "var", small)
             if isinstance(mean, Ref) and isinstance(var, Ref):

@@ -802,3 +802,24 @@ def test_views_of_one_value_are_saved_once_under_a_budget() -> None:
         partc.compile(Recurrent(), batch, recompute="18KB", **how)
     assert caught.value.code == "P0415"
     partc.compile(Recurrent(), batch, recompute="18828B", **how)
+
+
+class PenalisedCritic(nn.Module):
+    """A gradient penalty on a critic with a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.out = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        score = self.out(self.norm(self.up(x)).tanh())
+        (slope,) = torch.autograd.grad(score.sin().sum(), x, create_graph=True)
+        return score.mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["1", "dp=2"])
+def test_the_gradient_of_a_batch_norm_has_a_gradient(mesh: str) -> None:
+    """A variance with a detached mean has the right gradient, but not the right second one."""
+    found = partc.compile(PenalisedCritic(), {"x": torch.randn(8, 6)}, mesh=mesh, precision="fp64").verify()
+    assert found.ok, found.worst

@@ -7,9 +7,9 @@
     mix_split_2         = clone(mix_split_2_part)          # f32[8, 4096, 12]
     mix_split_6         = reshape(mix_split_2, …)          # f32[8, 4096, 6, 2]
 
-Attention with rotary embeddings saves rotated queries and keys, and values as they are. Where one product makes all
-three, the values are a view, which keeps the memory of the whole product. A pass over regions that save values: their
-copies must hold half of the bytes at most and free a mebibyte, and nothing else may save the larger value or return it.
+Attention with rotary embeddings saves rotated queries and keys, which are new tensors, and values, which are not. Where
+one product makes all three, the values are a view, which keeps the memory of the whole product. Parts are copied if the
+copies take at most half of the bytes and free a mebibyte, and if the region neither saves nor returns the larger value.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _trimmed(region: Region, sizes: Sizes) -> Region:
 
 
 def _part(name: str, whole: str, makers: Mapping[str, Op], size: Mapping[str, int]) -> str:
-    """The last value on the way from `whole` to its view `name` that has fewer bytes than its operand."""
+    """The smallest part of `whole` of which `name` is a view: the last view on the way that leaves out elements."""
     while name != whole:
         shown = next(makers[name].refs())
         if size[name] < size[shown]:

@@ -102,16 +102,18 @@ def _is_normalized(w: Writer, arg: Arg) -> bool:
 
 
 def _classes_last(w: Writer, op: Op, logits: Arg) -> Arg:
-    """The logits with their classes in the last dimension; a permutation (under a cast) of those that had them there is
-    undone instead."""
+    """The logits with their classes in the last dimension.
+
+    If the model has moved the classes from there, also below a cast, its permutation is undone.
+    """
     shape = w.shape(logits)
     if len(shape) <= 2:
         return logits
     order = (0, *range(2, len(shape)), 1)
-    dtype = w.types[ref(logits).name].dtype
-    moved = w.value(f"{op.result.name}_logits", tuple(shape[dim] for dim in order), dtype)
     if (back := unpermuted(w, ref(logits), order)) is not None:
         return back
+    dtype = w.types[ref(logits).name].dtype
+    moved = w.value(f"{op.result.name}_logits", tuple(shape[dim] for dim in order), dtype)
     cast = w.made.get(ref(logits).name)
     if cast and cast.name == "to" and (back := unpermuted(w, ref(cast.args[0]), order)) is not None:
         return w.add(cast, "to", (back, *cast.args[1:]), moved)

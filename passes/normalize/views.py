@@ -35,7 +35,7 @@ def permute(order: Callable[[Op, int], tuple[int, ...]]) -> Rewrite:
 def unpermuted(w: Writer, x: Ref, dims: tuple[int, ...], module: str | None = None) -> Ref | None:
     """The value that permutations lead back to, if those that made `x`, followed by `dims`, cancel each other.
 
-    With a module, only its own permutations count: two layers of one form stay equal, whatever stands around them.
+    With a module, only permutations of that module count, so that equal layers stay equal whatever surrounds them.
     """
     while (made := w.made.get(x.name)) is not None and made.name == "permute" and module in (None, made.module):
         x, before = ref(made.args[0]), integers(made.args[1])

@@ -65,7 +65,7 @@ def _moving(graph: Graph, sizes: Sizes) -> list[Op]:
 
 
 def _needs(graph: Graph) -> dict[int, int]:
-    """The numbers of the operations that each operation depends on, and its own, as bits."""
+    """For each operation, by identity: the operations on which it depends, and itself, as bits."""
     made: dict[str, int] = {}
     found: dict[int, int] = {}
     for number, op in enumerate(graph.ops):
@@ -81,19 +81,19 @@ def _needs(graph: Graph) -> dict[int, int]:
 class _Line:
     """The operations in their new order, and the time of each.
 
-    Sets of operations are bits. They end the search for operations that may be postponed where none is left: a search
-    through all earlier operations for every collective would take quadratic time.
+    Sets of operations are bits of an integer. The search for operations to postpone ends where no candidate is left.
+    Without this, every collective would search all operations before it.
     """
 
     ops: list[Op]
     times: Mapping[int, float]
     needs: Mapping[int, int]
-    place: int = 0  # of the last collective
+    place: int = 0  # the index of the last collective
     before: int = 0  # operations that take time and precede it
     fixed: int = 0  # operations that stay before it, and all that they depend on
 
     def at(self, op: Op) -> int:
-        """The index of a collective that is the last one or follows it."""
+        """The index of a collective. None that comes before the last one is asked for."""
         return next(index for index in range(self.place, len(self.ops)) if self.ops[index] is op)
 
     def bits(self, ops: Iterable[Op]) -> int:

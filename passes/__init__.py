@@ -315,7 +315,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="backward recomputes values that forward does not save",
         requires=("plain", "stages"),
         ensures=("saved",),
-        options=("recompute", "kind", "table", "times", "frontiers"),
+        options=("recompute", "times", "frontiers"),
         optional=True,
     ),
     Pass(

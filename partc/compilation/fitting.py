@@ -25,10 +25,9 @@ from partc.rehearsal.rehearsal import rehearse, rehearsed
 from partc.runtime.optimizer.recipe import DEFAULT
 from partc.schedules.per_stage import RECOMPUTE
 
-ATTEMPTS, FURTHER = 12, 4  # the most programs to try until one fits, and then to find a quicker one
-Chosen = Callable[
-    [Sequence[Sequence[Time]]], tuple[PassResult, ...]
-]  # moments of each pipeline rank -> the passes' steps
+ATTEMPTS, FURTHER = 12, 4  # the most programs to try until one fits, and then to find a quicker one, or a lower peak
+# The moments of each pipeline rank, and whether the lowest peak is wanted -> the passes' steps.
+Chosen = Callable[[Sequence[Sequence[Time]], bool], tuple[PassResult, ...]]
 
 
 def within_budget(
@@ -44,71 +43,105 @@ def within_budget(
 
     `start` is the program before saved values are chosen. The first two attempts save everything and as little as
     possible. Later attempts assume the memory of all attempts so far, until one fits. `further` attempts look for a
-    faster choice, assuming the least memory found so far; they end when no new choice is left. Raises PartcError P0415
-    if no attempt fits.
+    faster choice, assuming the least memory found so far. If nothing fits, as many look for the lowest peak. Their
+    choices do not depend on the budget, so that every budget of at least this peak is met. Attempts end when no new
+    choice is left. Raises PartcError P0415, which has a budget that is met, if no attempt fits.
     """
-    tries = _Tries(budget, start, choose, {"optimizer": optimizer, "groups": groups})
-    fits = tries.next(lambda time: time)
-    if fits is not None:
-        return fits
-    least = tries.next(lambda time: replace(time, given=frozenset(), besides=budget))
-    if any(rank.timeline[-1].after > budget for rank in tries.smallest.ranks):  # between steps, whatever is saved
-        raise _too_little(budget, tries.smallest)
+    search = _Search(start, choose, {"optimizer": optimizer, "groups": groups})
+    whole = search.attempt([], lambda time: time)
+    if whole.peak <= budget:
+        return whole.steps
+    least = search.attempt([whole], lambda time: replace(time, given=frozenset(), besides=0), lowest=True)
+    ends = min(whole, least, key=lambda attempt: attempt.peak)
+    if any(rank.timeline[-1].after > budget for rank in ends.account.ranks):  # between steps, whatever is saved
+        raise _too_little(budget, ends.account, ends.peak)
+    known = [whole, least]
+    best = least if least.peak <= budget else None
     for _ in range(ATTEMPTS):
-        fits = tries.next(lambda time: replace(time, given=frozenset()))
-        if fits is not None or tries.ended:
+        found = search.attempt(known, lambda time: replace(time, given=frozenset()))
+        if found in known:
+            break
+        known.append(found)
+        if found.peak <= budget:
+            best = found
             break
     for _ in range(further):
-        quicker = tries.next(lambda time: time)
-        if quicker is not None:
-            return quicker
-        if tries.ended:
+        found = search.attempt(known, lambda time: time)
+        if found in known:
             break
-    if fits is None and least is None:
-        raise _too_little(budget, tries.smallest)
-    return fits or least or ()
+        known.append(found)
+        if found.peak <= budget:
+            return found.steps
+    return (best or _lowest(search, [whole, least], budget, further)).steps
 
 
-class _Tries:
-    """The programs rehearsed so far, and the moments found in them."""
+def _lowest(search: _Search, known: list[_Attempt], budget: int, most: int) -> _Attempt:
+    """The first attempt that fits among those with the lowest expected peak; raises PartcError P0415 if none does."""
+    for _ in range(most):
+        found = search.attempt(known, lambda time: time, lowest=True)
+        if found in known:
+            break
+        if found.peak <= budget:
+            return found
+        known.append(found)
+    lowest = min(search.made, key=lambda attempt: attempt.peak)
+    raise _too_little(budget, lowest.account, min(attempt.peak for attempt in known))
 
-    def __init__(self, budget: int, start: Program, choose: Chosen, how: Mapping[str, Any]) -> None:
-        self._how = how  # the optimizer and its groups, for rehearsals
-        self._budget, self._start, self._choose = budget, start, choose
-        self._times: list[tuple[Time, ...]] = [()] * start.mesh.axis(PIPELINE_AXIS)
-        self._seen: list[Program] = []
-        self._accounts: list[Account] = []
-        self.ended = False  # whether the last choice had been tried before
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class _Attempt:
+    """A choice of saved values: the passes' steps with it, its account, and the moments of each pipeline rank."""
+
+    steps: tuple[PassResult, ...]
+    account: Account
+    times: tuple[tuple[Time, ...], ...]
 
     @property
-    def smallest(self) -> Account:
-        """The account with the lowest peak."""
-        return min(self._accounts, key=lambda account: account.worst.peak)
+    def peak(self) -> int:
+        return self.account.worst.peak
 
-    def next(self, each: Callable[[Time], Time]) -> tuple[PassResult, ...] | None:
-        """The steps with the best choice under these moments, if it is new and fits; else None."""
-        steps = self._choose([tuple(map(each, times)) for times in self._times])
+    @property
+    def chosen(self) -> Program:
+        return self.steps[0].program
+
+
+class _Search:
+    """Makes attempts; equal choices are rehearsed once."""
+
+    def __init__(self, start: Program, choose: Chosen, how: Mapping[str, Any]) -> None:
+        self._how = how  # the optimizer and its groups, for rehearsals
+        self._start, self._choose = start, choose
+        self.made: list[_Attempt] = []  # in order
+
+    def attempt(self, known: Sequence[_Attempt], each: Callable[[Time], Time], *, lowest: bool = False) -> _Attempt:
+        """The best choice for the moments of the known attempts, each as this function changes it.
+
+        This is the least recomputation with which no moment exceeds the budget, or the lowest peak.
+        """
+        ranks = range(self._start.mesh.axis(PIPELINE_AXIS))
+        times = [[each(time) for attempt in known for time in attempt.times[rank]] for rank in ranks]
+        steps = self._choose(times, lowest)
         chosen, program = steps[0].program, steps[-1].program
-        self.ended = any(chosen.regions == other.regions and chosen.calls == other.calls for other in self._seen)
-        if self.ended:
-            return None
+        for made in self.made:
+            if made.chosen.regions == chosen.regions and made.chosen.calls == chosen.calls:
+                return made
         account, ledgers = rehearsed(program, **self._how)
-        self._seen.append(chosen)
-        self._accounts.append(account)
-        self._times = [
-            (*known, *observed(self._start, chosen, schedule, ledger.peaks))
-            for known, schedule, ledger in zip(self._times, program.schedule, ledgers, strict=True)
-        ]
-        return steps if account.worst.peak <= self._budget else None
+        seen = tuple(
+            observed(self._start, chosen, schedule, ledger.peaks)
+            for schedule, ledger in zip(program.schedule, ledgers, strict=True)
+        )
+        self.made.append(_Attempt(steps=steps, account=account, times=seen))
+        return self.made[-1]
 
 
-def _too_little(budget: int, account: Account) -> PartcError:
+def _too_little(budget: int, account: Account, enough: int) -> PartcError:
+    """The error with the account of the lowest peak found, and a budget that is met."""
     worst = account.worst
     return PartcError(
         "P0415",
         f"pipeline rank {worst.place} holds at least {worst.peak:,} bytes, {readable(worst.peak - budget)} more than "
         f"the budget: {categories_text(worst)}",
-        help=f"give --recompute {bytes_option(worst.peak)} or more, smaller microbatches, or --zero",
+        help=f"give --recompute {bytes_option(enough)} or more, smaller microbatches, or --zero",
     )
 
 

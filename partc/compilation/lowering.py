@@ -45,8 +45,9 @@ def budgeted(
     assert options.budget is not None
     given = options.for_passes | {"frontiers": frontiers_of(start), **known}
 
-    def choose(times: Sequence[Sequence[Time]]) -> tuple[passes.PassResult, ...]:
-        steps = passes.run(start, given | {"times": times}, until=AHEAD, behind=SAVING, verify=verify)
+    def choose(times: Sequence[Sequence[Time]], lowest: bool) -> tuple[passes.PassResult, ...]:
+        chosen = given | {"times": times, **({"recompute": "0B"} if lowest else {})}
+        steps = passes.run(start, chosen, until=AHEAD, behind=SAVING, verify=verify)
         # Nothing is gathered ahead, so that the peaks are those of the finished program.
         late = gathering_actions(steps[-1].program) if options.zero == 3 else frozenset()
         rest = passes.run(steps[-1].program, given | {"late": late}, until=UNPROVED, behind=AHEAD, verify=verify)

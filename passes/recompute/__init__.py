@@ -36,22 +36,19 @@ from partc.cost.saved_tensors import (
     changed_buffers,
     held_inputs,
     memory_of,
-    microbatches_in_flight,
     parse_bytes,
     saved_bytes,
 )
 from partc.errors import PartcError
 from partc.ir.collectives import MOVING
 from partc.ir.layout import Sizes
-from partc.ir.mesh import PIPELINE_AXIS, is_tensor_axis
+from partc.ir.mesh import is_tensor_axis
 from partc.ir.operations import VIEWS, shares_memory
 from partc.ir.program import Graph, Op, Program, Region
-from partc.passes.recompute.budget import assign_points, check_reach, slots, with_points
+from partc.passes.recompute.budget import assign_points, slots, with_points
 from partc.passes.recompute.choice import Point, SavingProblem, efficient, frontier, least_saved
 from partc.rules import LOWERED, is_cheap, operations
-from partc.schedules import SCHEDULES, compute_order
 from partc.schedules.per_stage import RECOMPUTE, stage_kinds
-from partc.schedules.table import Table
 
 # Saving one byte is worth this many bytes of memory traffic. Saving a norm's one number per row does not justify
 # another norm; saving a value as large as its operands does.
@@ -62,17 +59,13 @@ def recompute(
     program: Program,
     *,
     recompute: str = "none",
-    kind: str = "1f1b",
-    table: Table | None = None,
-    times: Sequence[Sequence[Time]] | None = None,
+    times: Sequence[Sequence[Time]] = (),
     frontiers: Mapping[str, Sequence[Point]] | None = None,
 ) -> Program:
     """Rewrite the backward pass of every region whose calls run for each microbatch.
 
     A budget applies to every pipeline rank, at the `times` of its step; the caller checks whether the closest choice
-    suffices. Without `times` it applies to saved values only, with as many microbatches in flight as the schedule
-    (`kind` or `table`) has; raises PartcError P0415 if it cannot be met. `frontiers` are those of the program, if
-    computed already.
+    suffices. `frontiers` are those of the program, if computed already.
     """
     budget = parse_bytes(recompute)
     held = held_inputs(program)
@@ -91,14 +84,7 @@ def recompute(
         dealt = {slot: {ways.index(kinds[slot[0] if len(kinds) > 1 else 0]): count} for slot, count in counts.items()}
         return with_points(program, dealt, way)
     points = frontiers_of(program) if frontiers is None else frontiers
-    if times is None:
-        ranks = program.mesh.axis(PIPELINE_AXIS)
-        rows = table.rows if table else compute_order(SCHEDULES[kind], ranks, program.microbatches, program.stages)
-        saving = [[Time(flight=flight) for flight in microbatches_in_flight(row)] for row in rows]
-        dealt = assign_points(program, points, saving, budget)
-        check_reach(program, points, dealt, saving, budget)
-    else:
-        dealt = assign_points(program, points, times, budget)
+    dealt = assign_points(program, points, times, budget)
 
     def body(region: Region, point: int) -> Region:
         return with_recomputation(region, points[region.name][point].saved | held[region.name])

@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from partc.cost.saved_tensors import Flight, Slot, Time, bytes_option
-from partc.errors import InternalError, PartcError
+from partc.cost.saved_tensors import Flight, Slot, Time
+from partc.errors import InternalError
 from partc.ir.naming import unique
-from partc.ir.printer import readable
 from partc.ir.program import Call, Program, Region
 from partc.passes.recompute.choice import Point
 from partc.sharding.integer_program import solve_integer_program
@@ -132,27 +131,6 @@ def _before(program: Program, slots: Sequence[Slot], inside: Slot) -> Iterator[i
     for index, slot in enumerate(slots):
         if slot[0] == inside[0] and slot != inside and order.index(slot) < last:
             yield index
-
-
-def check_reach(
-    program: Program,
-    frontiers: Mapping[str, Sequence[Point]],
-    dealt: Dealt,
-    times: Sequence[Sequence[Time]],
-    budget: int,
-) -> None:
-    """Raise PartcError P0415 if a rank saves more than the budget."""
-    for rank, each in enumerate(times):
-        mine = [slot for slot in dealt if program.place(slot[0]) == rank]
-        rows = list(_rows(program, each, mine, frontiers))
-        most = peak([frontiers[slot[1]] for slot in mine], [dealt[slot] for slot in mine], rows)
-        if most > budget:
-            raise PartcError(
-                "P0415",
-                f"pipeline rank {rank} saves at least {most:,} bytes for its backward passes, "
-                f"{readable(most - budget)} more than the budget",
-                help=f"give --recompute {bytes_option(most)} or more, or smaller microbatches",
-            )
 
 
 def peak(frontiers: Sequence[Sequence[Point]], dealt: Sequence[Mapping[int, int]], rows: Sequence[Row]) -> int:

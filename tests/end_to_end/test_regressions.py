@@ -795,13 +795,17 @@ class Recurrent(nn.Module):
 
 
 def test_views_of_one_value_are_saved_once_under_a_budget() -> None:
-    """A choice of saved values was not found again by its bytes, in which each view counted."""
+    """A choice of saved values was not found again by its bytes, in which each view counted.
+
+    A refused budget comes with one that is met.
+    """
     how: dict[str, Any] = {"mesh": "dp=2,cp=2", "precision": "fp64", "zero": 2}
     batch = {"ids": torch.randint(8, (8, 4))}
     for refused, excess in (("16KB", 396), ("17500B", 48)):
         with pytest.raises(PartcError, match=f"{excess} B more than the budget") as caught:
             partc.compile(Recurrent(), batch, recompute=refused, **how)
         assert caught.value.code == "P0415"
+        assert "give --recompute 18828B or more" in caught.value.help
     for budget in (17_548, 18_000, 18_828):
         account = partc.compile(Recurrent(), batch, recompute=f"{budget}B", **how).memory
         assert account is not None and account.worst.peak <= budget

@@ -158,8 +158,11 @@ def test_what_is_chosen_takes_the_least_time_of_all_that_fits(seed: int) -> None
         budget = int(least + part * (most - least))
         best = [min((time for peak, time in found if peak <= budget), default=None) for found in table]
 
-        def choose(times: Sequence[Sequence[Time]], budget: int = budget) -> tuple[passes.PassResult, ...]:
-            return case.rest(start, BEHIND, recompute=f"{budget}B", times=times, frontiers=frontiers)
+        def choose(
+            times: Sequence[Sequence[Time]], lowest: bool, budget: int = budget
+        ) -> tuple[passes.PassResult, ...]:
+            recompute = f"{0 if lowest else budget}B"
+            return case.rest(start, BEHIND, recompute=recompute, times=times, frontiers=frontiers)
 
         try:
             steps = within_budget(budget, start, choose, further=100)

@@ -15,9 +15,11 @@ factor and the placement of every value that crosses calls. Its objectives, in o
 tables are cut by rows like the output layer, so that tied and untied models are stored alike.
 
 2. The fewest bytes are communicated (forward, backward and gradient reductions). A byte that ranks compute redundantly
-counts as a quarter of a byte sent, so that norms are cut along the sequence. Each collective also costs a hundredth of
-the bytes of the largest value that crosses calls, which stands for its latency. A small value is therefore gathered
-once, before it is split.
+counts as a quarter of a byte sent, so that norms are cut along the sequence. Values that stay within one kernel are not
+counted: the results of experts that tp cuts are scaled and added up by token before they are summed over the ranks.
+Values that cross calls count once more where they are whole. Each collective also costs a hundredth of the bytes of the
+largest value that crosses calls, which stands for its latency. A small value is therefore gathered once, before it is
+split.
 
 3. The least memory is used.
 

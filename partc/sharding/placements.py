@@ -15,11 +15,11 @@ from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes
 from partc.ir.mesh import PIPELINE_AXIS, cuts_batch, holds_weights_whole
 from partc.ir.operations import VIEWS, effects
 from partc.ir.program import FLOATING, ITEMSIZE, Choice, Graph, Op, Parameter, Program, Region, TensorType
-from partc.rules import RING, Cuts, OpRule, choices, factor_cuts, flops, is_matmul, propagate_cuts
+from partc.rules import RING, Cuts, OpRule, choices, factor_cuts, flops, is_matmul, kernels, propagate_cuts
 from partc.rules.tried import rule_of
 from partc.sharding import reshard
 from partc.sharding.assignment import Alternative, Node, Price, Problem, Solution, Wire
-from partc.sharding.choices import axis_order, layouts, weight_axes
+from partc.sharding.choices import axis_order, layouts, placed_axes, weight_axes
 from partc.sharding.disjoint_sets import DisjointSets
 from partc.sharding.pins import Pin
 
@@ -149,6 +149,8 @@ class _PlacementProgram:
         self.calls = {r.name: len(program.calls_to(r.name)) for r in program.regions}
         self.owners = _merged_slots(program)
         self.shared = self._shared_values()
+        # Types of the values that cross calls, by owner.
+        self.outside = {self.owners["value", value.name]: value.type for value in program.values}
         cut = {
             item.name
             for item in program.parameters
@@ -176,6 +178,7 @@ class _PlacementProgram:
         self.travelled: set[Hashable] = set()  # weights of experts, to whose ranks rows travel over this axis
         self.looked_up: set[Hashable] = set()
         self.pins_met: set[str] = set()
+        self.unwritten: frozenset[str] = frozenset()  # of the region whose operations are priced
 
     def _shared_values(self) -> set[Hashable]:
         """The values that several calls read, such as an encoder's results: if these calls use them differently on each
@@ -216,9 +219,11 @@ class _PlacementProgram:
         types.update((value.name, value.type) for value in region.params)
         live = reached(graph, self.needs[region.name] | self.trainable[region.name])
         cuts = propagate_cuts(graph, types, self.halved)
+        self.unwritten = _unwritten(graph)
         slots: dict[str, Slot] = {value.name: ("in", region.name, str(i)) for i, value in enumerate(graph.inputs)}
         slots.update((value.name, ("weight", region.name, value.name)) for value in region.params)
         owners = {name: self._cross(slot, types[name], name in live) for name, slot in slots.items()}
+        wanted = self._wanted_bytes(region, types)
         readers: dict[str, list[tuple[Hashable, int]]] = {}
         made: dict[str, tuple[Node, int]] = {}
         experts = expert_weights(graph, types) if self.by_rows else frozenset()
@@ -238,7 +243,8 @@ class _PlacementProgram:
                 if name in owners:
                     self._offer(owners[name], [choice.wants[position] for choice in node.alternatives])  # type: ignore[misc]
         for index, name in enumerate(graph.outputs):
-            owner = self._cross(("out", region.name, str(index)), types[name], name in live)
+            slot = ("out", region.name, str(index))
+            owner = self._cross(slot, self.outside.get(self.owners[slot], types[name]), name in live)
             readers.setdefault(name, []).append((owner, self.writers.get(owner, 0)))
             self.writers[owner] = self.writers.get(owner, 0) + 1
             if name in made:
@@ -247,7 +253,11 @@ class _PlacementProgram:
         params = {value.name for value in region.params}
         for name, found in readers.items():
             source, output = (made[name][0].name, made[name][1]) if name in made else (owners[name], 0)
-            change = self._change(types[name], name in live, name in params, self.calls[region.name])
+            within = name in self.unwritten
+            size = min(self._bytes(types[name]), wanted.get(name, math.inf))
+            change = self._change(
+                types[name], size, self.calls[region.name], live=name in live, weight=name in params, within=within
+            )
             wire = Wire(name=(region.name, name), source=source, output=output, readers=tuple(found), change=change)
             self.wires.append(wire)
 
@@ -353,7 +363,8 @@ class _PlacementProgram:
         if rule is not None and repeated and is_matmul(op):
             price["repeated_flops"] = times * flops(op, rule) * spare
         elif repeated and op.name not in VIEWS and op.results:
-            price["repeated_bytes"] = times * sum(size) * spare
+            written = (b for b, value in zip(size, op.results, strict=True) if value.name not in self.unwritten)
+            price["repeated_bytes"] = times * sum(written) * spare
         if op.name == "cross_entropy" and not repeated and not any(isinstance(made, Shard) for made in makes):
             price["communication"] = times * 3 * 2 * spare * sum(size)  # a maximum, a sum and a pick, all reduced
         if rule is not None and choice is not None and choice.factor in rule.normalized:
@@ -400,15 +411,35 @@ class _PlacementProgram:
         """The bytes of a rank's part per microbatch, before this axis cuts it."""
         return math.prod(type.layout.local_shape(self.sizes)) * ITEMSIZE[type.dtype]
 
+    def _wanted_bytes(self, region: Region, types: Mapping[str, TensorType]) -> dict[str, float]:
+        """The bytes of the largest part of each value that an operation or another call reads, before this axis cuts
+        it. A value that earlier axes cut for all its readers moves after these cuts.
+        """
+        found: dict[str, float] = {}
+        if self.axis == placed_axes(self.sizes)[0]:
+            return found
+        for op in region.forward.ops:
+            read = layouts(op, rule_of(op, types), types, self.sizes)
+            for position, name in enumerate(op.refs()):
+                layout = types[name].layout if read is None else read[0][position]
+                size = self._bytes(replace(types[name], layout=layout))
+                found[name] = max(found.get(name, 0.0), size)
+        for index, name in enumerate(region.forward.outputs):
+            outside = self.outside.get(self.owners["out", region.name, str(index)], types[name])
+            found[name] = max(found.get(name, 0.0), self._bytes(outside))
+        return found
+
     def _change(
-        self, type: TensorType, live: bool, weight: bool, times: int
+        self, type: TensorType, moved: float, times: int, *, live: bool, weight: bool, within: bool
     ) -> Callable[[Hashable, Hashable], Price | None]:
         """A function from (made, wanted) to the price of a value's change of placement, in bytes sent per microbatch.
+        In each of `times` calls, `moved` bytes change their placement.
 
         A weight's gradient is reduced once per step; everything else moves for every microbatch. A weight that is added
-        to a partial sum, such as a bias, stays in its place: the other ranks add zeros.
+        to a partial sum, such as a bias, stays in its place: the other ranks add zeros. `within`: the value stays
+        within a kernel, unless it is a partial sum that is reduced.
         """
-        size = self._bytes(type) * times
+        size = moved * times
 
         def price(source: Hashable, target: Hashable) -> Price | None:
             if source != target and isinstance(target, Partial) and type.dtype not in FLOATING:
@@ -420,6 +451,8 @@ class _PlacementProgram:
                 "communication": size * (forward.bytes + back * backward.bytes),
                 "collectives": times * self.largest * (forward.collectives + back * backward.collectives),
             }
+            if within and isinstance(source, Partial) and source != target:
+                sent["repeated_bytes"] = size * (1 - 1 / self.n)
             moves = weight and not once and not isinstance(target, Partial)
             return sent | {"moved_weights": size} if moves else sent
 
@@ -457,7 +490,8 @@ class _PlacementProgram:
         whole |= set(weights) if holds_weights_whole(self.axis) else self.travelled | by_examples
         unsummed = {*weights, *(self.owners["value", name] for name in self.program.returned)}
         read = {wire.source for wire in self.wires}
-        for owner, (type, _) in self.crossing.items():
+        crossings = Counter(self.owners["value", value.name] for value in self.program.values)
+        for owner, (type, live) in self.crossing.items():
             allowed = list(self.states[owner])
             if owner in unsummed:
                 allowed = [state for state in allowed if not isinstance(state, Partial)]
@@ -471,7 +505,7 @@ class _PlacementProgram:
                     label=state,
                     wants=(state,) * self.writers.get(owner, 0),
                     makes=(state,),
-                    price=self._storage_price(owner, type, state, weights.get(owner, 0)),
+                    price=self._storage_price(owner, type, state, weights.get(owner, 0), crossings[owner] * live),
                 )
                 for state in allowed
                 if self._fits(type, state)
@@ -494,9 +528,16 @@ class _PlacementProgram:
                 read.setdefault(name, []).append(over)
         return {self.owners["parameter", name] for name, over in read.items() if all(over)}
 
-    def _storage_price(self, owner: Hashable, type: TensorType, state: Placement, weights: int) -> Price:
+    def _storage_price(
+        self, owner: Hashable, type: TensorType, state: Placement, weights: int, activations: int
+    ) -> Price:
+        """The price of storing this many weights or values that cross calls. Where activations are whole, every rank
+        reads all of them, sends all of them to the next stage, and holds all of them for recomputation.
+        """
         size = self._bytes(type)
         price = {"memory": max(weights, 1) * size / (self.n if isinstance(state, Shard) else 1)}
+        if activations and not isinstance(state, Shard):
+            price["repeated_bytes"] = activations * size * (1 - 1 / self.n)
         large = owner in self.multiplied or weights * size > self.small
         if holds_weights_whole(self.axis):
             return price
@@ -553,6 +594,30 @@ def expert_weights(graph: Graph, types: Mapping[str, TensorType]) -> frozenset[s
             found.add(name)
             wanted += makers[name].refs() if name in makers else ()
     return frozenset(found)
+
+
+def _unwritten(graph: Graph) -> frozenset[str]:
+    """The values that stay within a kernel: results of elementwise operations and sums that one elementwise operation,
+    sum or norm alone reads, perhaps as a view.
+    """
+    readers = graph.readers()
+    outputs = {*graph.outputs}
+
+    def reader(name: str) -> Op | None:
+        """The only operation that reads a value; None if others do, or calls."""
+        found = readers.get(name, [])
+        if name in outputs or len(found) != 1:
+            return None
+        (op,) = found
+        return reader(op.result.name) if op.name in VIEWS and len(op.results) == 1 else op
+
+    def stays(op: Op) -> bool:
+        if len(op.results) != 1 or kernels.kind(op) not in ("pointwise", "reduction"):
+            return False
+        found = reader(op.result.name)
+        return found is not None and kernels.kind(found) in ("pointwise", "reduction", "composite")
+
+    return frozenset(op.result.name for op in graph.ops if stays(op))
 
 
 def _hiding(flops: float) -> float:

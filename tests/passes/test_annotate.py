@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from partc.errors import PartcError
 from partc.ir.program import Program, Region
 from partc.passes.annotate import explain
 from partc.sharding import placements
+from tests.zoo import MODELS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -78,6 +81,37 @@ def test_a_block_moves_no_more_bytes_than_megatron(mesh: str) -> None:
         assert sent <= megatron * 1.6
     else:
         assert sent <= megatron
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=4"])
+def test_results_of_experts_are_added_up_by_token_before_they_are_summed_over_ranks(mesh: str, tmp_path: Path) -> None:
+    """One row for each token travels, not one for each of its experts, as in the dense layers."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["mixtral"].config))
+    given = {"batch": 4, "seq": 16}
+    how: dict[str, Any] = {"mesh": mesh, "microbatches": 2, "options": given}
+    program = partc.compile(f"hf:{tmp_path / 'config.json'}", precision="bf16", **how).program
+    (layer,) = {call.region for call in program.calls if call.name == "model.layers.0"}
+    region, tokens = program.region(layer), given["batch"] * given["seq"]
+    sent = [
+        types[name].shape
+        for graph in region.graphs
+        for types in [region.types(graph)]
+        for op in graph.ops
+        if op.name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+        for name in op.refs()
+    ]
+    assert sent and all(math.prod(shape) <= tokens * MODELS["mixtral"].config["hidden_size"] for shape in sent), sent
+    package = partc.compile(f"hf:{tmp_path / 'config.json'}", precision="fp64", **how)
+    result = package.verify(steps=2)
+    assert result.ok and result.worst.rel_err < 1e-10, result.worst
+
+
+def test_values_that_cp_cuts_between_calls_are_cut_by_tp_too() -> None:
+    """The lookups of tokens read all positions; only the rank's own positions are summed over tp."""
+    program = _compiled("gpt", "cp=2,tp=2", size="8b", depth=2)
+    (x, *_) = program.region(program.calls_to("block")[0].region).forward.inputs
+    assert {*x.type.layout.sharded_axes} == {"cp", "tp"} and not x.type.layout.partial, x
 
 
 def test_logits_are_never_gathered() -> None:

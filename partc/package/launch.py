@@ -145,8 +145,8 @@ def run(
 ) -> RunResult:
     """Train a package for some steps with real processes; `tell` receives the torchrun command first.
 
-    The ranks' output goes to stderr as it comes. Raises PartcError if train.py or its ranks reject their input, and
-    RunFailed if they stop otherwise.
+    `arguments` are options of train.py; their `--steps` replaces `steps`. The ranks' output goes to stderr as it comes.
+    Raises PartcError if train.py or its ranks reject their input, and RunFailed if they stop otherwise.
     """
     from partc.runtime.device.cuda_graphs import need_gpus
     from partc.runtime.errors import UsageError
@@ -154,7 +154,8 @@ def run(
     from partc.runtime.train.job import check_places
 
     plan = read_package(directory)
-    given = ["--steps", str(steps), *arguments]
+    counted = any(word.partition("=")[0] == "--steps" for word in arguments)
+    given = [*arguments] if counted else ["--steps", str(steps), *arguments]
     try:
         job = parse(given, directory)
         check_places(job)

@@ -171,7 +171,7 @@ def test_the_readmes_model_file_works(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.slow
 @pytest.mark.processes
 def test_run_prints_the_torchrun_line(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", str(package), "--steps", "2", "--json"]) == 0
+    assert main(["run", str(package), "--json", "--", "--steps", "2"]) == 0
     out, err = capfd.readouterr()
     result = json.loads(out)
     assert set(result) == {"losses", "step_seconds", "step_seconds_median", "tokens_per_second", "peak_bytes"}
@@ -179,6 +179,7 @@ def test_run_prints_the_torchrun_line(package: Path, capfd: pytest.CaptureFixtur
     _, torchrun, *arguments = shlex.split(err.splitlines()[0])
     assert Path(torchrun).name == "torchrun" and arguments[:3] == ["--standalone", "--nproc-per-node", "4"]
     assert str(package / "train.py") in arguments
+    assert err.splitlines()[0].count("--steps") == 1, "the number after -- replaces the default"
 
 
 def test_a_check_that_does_not_hold_exits_with_1(

@@ -233,10 +233,13 @@ WRONG = {
     "cached property": "return self.up(x) * self.norms",
     "set by its name": "if self.last is None:\n    setattr(self, 'last', self.up.weight.norm(dim=1))\nreturn self.up(x) * self.last",
     "a tensor on a weight": "if not hasattr(self.up.weight, 'norms'):\n    self.up.weight.norms = self.up.weight.norm(dim=1)\nreturn self.up(x) * self.up.weight.norms",
+    "buffer written once without gradients": "if self.n < 1:\n    with torch.no_grad():\n        self.hollow.copy_(x.mean(0))\nself.n += 1\nreturn self.up(x) * self.hollow",
+    "weight scaled once without gradients": "with torch.no_grad():\n    if self.n < 1:\n        self.up.bias[1:].mul_(x.std())\nself.n += 1\nreturn self.up(x)",
     "a gradient": "x = self.up(x)\nreturn x if self.up.weight.grad is None else x * self.up.weight.grad.norm()",
     "no gradient": "self.up.weight.grad = None\nreturn self.up(x)",
 }
 RIGHT = {
+    "buffer written without gradients": "with torch.no_grad():\n    self.hollow.copy_(x.mean(0))\nself.n += 1\nreturn self.up(x) * self.hollow",
     "counter for a log": "self.n += 1\nreturn self.up(x)",
     "log of every tenth call": "self.n += 1\nx = self.up(x)\nif self.n % 10 == 0:\n    print(x.mean().item())\nreturn x",
     "loop on a counter": "self.n += 1\nx = self.up(x)\nwhile self.n < 0:\n    self.n -= 1\nreturn x",

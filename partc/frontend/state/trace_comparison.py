@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +118,9 @@ def _has_effects(node: fx.Node) -> bool:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """The operands that an operation changes in place."""
+    """The operands that an operation changes in place, or the operations of its subgraph: those under `no_grad`."""
+    if (inside := _subgraph(node)) is not None:
+        return _written_inside(*inside)
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable or schema.name == "aten::detach_":
         return []
@@ -127,6 +129,35 @@ def _written(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.node.map_arg([x for name, x in given.items() if name in names], found.append)
     return found
+
+
+def _changes(node: fx.Node) -> bool:
+    """Whether a node changes a tensor in place, or its subgraph one of its operands."""
+    schema = getattr(node.target, "_schema", None)
+    return bool(_written(node)) if schema is None else schema.is_mutable
+
+
+def _subgraph(node: fx.Node) -> tuple[fx.Graph, tuple[Any, ...]] | None:
+    """The graph that a node runs, as `wrap_with_set_grad_enabled` does, and the operands for its inputs."""
+    for place, given in enumerate(node.args if node.op == "call_function" else ()):
+        if isinstance(given, fx.Node) and given.op == "get_attr":
+            module = getattr(node.graph.owning_module, str(given.target), None)
+            if isinstance(module, fx.GraphModule):
+                return module.graph, node.args[place + 1 :]
+    return None
+
+
+def _written_inside(graph: fx.Graph, operands: Sequence[Any]) -> list[fx.Node]:
+    """The operands of a subgraph that it changes in place, also through views."""
+    starts: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        starts[node] = starts[node.all_input_nodes[0]] if node.all_input_nodes else node
+    written = {starts[x] for node in graph.nodes for x in _written(node)}
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    if len(inputs) != len(operands):  # several graphs, as torch.cond has, which the graph's reader refuses
+        return []
+    given = (operand for inner, operand in zip(inputs, operands, strict=True) if inner in written)
+    return [operand for operand in given if isinstance(operand, fx.Node)]
 
 
 def _type(node: fx.Node) -> tuple[Any, ...]:
@@ -138,9 +169,7 @@ def _nodes(module: fx.GraphModule, constants: Mapping[fx.Node, Any], *outputs: A
     """The nodes from which the outputs and all changes in place are computed, and the outputs that are constants."""
     needed: set[fx.Node] = set()
     waiting = [node for node in outputs if isinstance(node, fx.Node)]
-    waiting += [
-        node for node in module.graph.nodes if getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-    ]
+    waiting += [node for node in module.graph.nodes if _changes(node)]
     while waiting:
         node = waiting.pop()
         if node not in needed:

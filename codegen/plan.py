@@ -54,6 +54,7 @@ def plan(
         "draws": program.draws,
         **({"draws_for_rows": True} if program.draws_for_rows else {}),
         **({"branches": program.branches} if program.draws and program.branches else {}),
+        **({} if program.steps is None else {"first_steps": program.steps.document}),
         "repeated": program.separate_batches,
         "flops": flops,
         "zero": program.zero,

@@ -31,6 +31,12 @@ def evaluation(trace: Trace, training: Program, options: Options) -> tuple[Progr
     Each stage holds the parameters of the training's stage, and is sent others. Raises PartcError P0420 if parameters
     cannot stay where the training has them, and the errors of the trace.
     """
+    if training.steps is not None:
+        raise PartcError(
+            "P0420",
+            f"forward sets {training.steps.values[0].name} in the first step, which an evaluation cannot follow",
+            help="give it a tensor in the constructor: self.register_buffer(NAME, torch.zeros(SIZE))",
+        )
     trained = {name for parameter in training.parameters if parameter.trainable for name in parameter.names}
 
     def finished(separate: bool) -> Program:

@@ -40,6 +40,7 @@ from partc.frontend.selections.conditional_gradients import conditions
 from partc.frontend.selections.empty_selections import ChangedError, check_empty, without_tests
 from partc.frontend.selections.reached_parameters import Reached, sometimes_reached, with_counts
 from partc.frontend.selections.row_counts import check_numbers
+from partc.frontend.state.first_values import FirstStepsFound
 from partc.frontend.state.shared_memory import check_changes
 from partc.frontend.trace_errors import RaisedError
 from partc.ir.mesh import Mesh
@@ -123,6 +124,7 @@ def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: st
     own = {"loss": file.loss, "evaluate": file.evaluate, "infer": file.infer}[purpose]
     function = file.loss if purpose == "evaluate" and own is None else own
     build = file.model if purpose == "loss" else lambda: in_evaluation(file.model())
+    found = FirstStepsFound() if purpose == "loss" else None
     captured, program = _traced(
         lambda excluded, outcomes, joined: capture(
             build,
@@ -135,7 +137,9 @@ def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: st
             outcomes=outcomes,
             joined=joined,
             read=read_for(purpose, own=own is not None),
+            found=found,
         ),
+        found,
         name=file.name,
         mesh=mesh,
         batches=batches,
@@ -186,6 +190,7 @@ def trace_model(
     read: Read | None = None,
 ) -> Traced:
     """Trace a model given as functions. Raises PartcError P0205 to P0209."""
+    found = FirstStepsFound() if read is None else None
     captured, program = _traced(
         lambda excluded, outcomes, joined: capture(
             build,
@@ -197,7 +202,9 @@ def trace_model(
             outcomes=outcomes,
             joined=joined,
             read=read,
+            found=found,
         ),
+        found,
         name=name,
         mesh=mesh,
         batches=batches,
@@ -208,7 +215,19 @@ def trace_model(
 Capture = Callable[[Excluded | None, Outcomes, Collection[str]], Captured]  # joined lines: see ValueWatch
 
 
-def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tuple[Captured, Program]:
+def _traced(
+    captured: Capture, found: FirstStepsFound | None, *, name: str, mesh: Mesh, batches: Batches
+) -> tuple[Captured, Program]:
+    """Trace a model. If one with first steps does not trace, its refusal is that of the trace without them."""
+    try:
+        return _with_permissions(captured, name=name, mesh=mesh, batches=batches)
+    except PartcError as error:
+        if found is None or found.refusal is None:
+            raise
+        raise found.refusal from error
+
+
+def _with_permissions(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tuple[Captured, Program]:
     """Trace a model. If it does not trace otherwise, the largest numbers of entries are constants of the trace,
     branches on values of tensors are followed both ways, and numbers of tensors are places and factors.
     """
@@ -528,6 +547,7 @@ def program_of(
         whole_inputs=captured.whole,
         largest=tuple(captured.largest.items()),
         branches=captured.branches,
+        steps=captured.steps,
         values=(
             *(replace(value, name=name) for name, value in zip(inputs, graph.inputs, strict=True)),
             *values,

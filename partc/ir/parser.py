@@ -46,6 +46,7 @@ from partc.ir.program import (
 )
 from partc.quoting import unquoted
 from partc.runtime.dims import Sectioned
+from partc.runtime.first_steps import FirstSteps, FirstValue
 
 _QUOTED = r"`(?:[^`\\]|\\.)*`"
 _TOKEN = re.compile(
@@ -191,6 +192,8 @@ class _TextReader:
     def __init__(self) -> None:
         self._head: Program | None = None
         self._way = Transport()
+        self._flag = ""
+        self._first_values: list[FirstValue] = []
         self._parts: dict[str, list[Any]] = {
             key: []
             for key in (
@@ -210,6 +213,7 @@ class _TextReader:
         return replace(
             self._head,
             transport=self._way,
+            steps=FirstSteps(flag=self._flag, values=tuple(self._first_values)) if self._flag else None,
             regions=tuple(body.region() for body in self._bodies),
             bodies=tuple(
                 Body(kind=kind, index=index, statements=tuple(_flat(items))) for kind, index, items in self._actions
@@ -231,6 +235,7 @@ class _TextReader:
             "weight": self._graph, "saved": self._saved, "kept": self._parse_kept, "return": self._return,
             "action": self._action, "for": self._loop, "repeat": self._repeat, "transport": self._transport,
             "bucket": self._bucket, "largest": self._largest, "branch": self._branch,
+            "begun": self._begun, "attribute": self._first_value,
             **dict.fromkeys((*get_args(Verb), *get_args(When)), self._statement),
         }  # fmt: skip
         is_operation = re.match(rf"{_NAME}(, {_NAME})*\s+= \w", text) and word != CALL
@@ -271,6 +276,23 @@ class _TextReader:
     def _branch(self, text: str) -> None:
         match = _matched(rf"branch {_NAME} = (\d+)", text)
         self._parts["branches"].append((_name(match[1]), int(match[2])))
+
+    def _begun(self, text: str) -> None:
+        self._flag = _name(_matched(rf"begun {_NAME}", text)[1])
+
+    def _first_value(self, text: str) -> None:
+        match = _matched(
+            rf"attribute {_NAME}: (absent|None|True|False), then (a tensor|True|False)( persistent)?", text
+        )
+        words = {"None": None, "True": True, "False": False, "a tensor": None}
+        self._first_values.append(
+            FirstValue(
+                name=_name(match[1]),
+                before=words.get(match[2], match[2]),
+                after=words[match[3]],
+                persistent=bool(match[4]),
+            )
+        )
 
     def _value(self, text: str) -> None:
         self._parts["values"].append(_declared(text.removeprefix("value ")))

@@ -42,6 +42,7 @@ from partc.ir.program import (
     Value,
 )
 from partc.quoting import quoted
+from partc.runtime.first_steps import FirstValue
 
 NAME = re.compile(r"[A-Za-z_0-9][\w.]*", re.ASCII)
 CALL = "call"  # a call's line, like an operation's, has a name and an equals sign
@@ -61,6 +62,9 @@ def print_program(program: Program, *, sources: bool = False) -> str:
     lines += [f"input {written_name(name)}{' whole' * (name in program.whole_inputs)}" for name in program.inputs]
     lines += [f"largest {written_name(name)} = {number}" for name, number in program.largest]
     lines += [f"branch {written_name(name)} = {line}" for name, line in program.branches]
+    if program.steps is not None:
+        lines.append(f"begun {written_name(program.steps.flag)}")
+        lines += [_first_value(value) for value in program.steps.values]
     lines += [f"value {_declared(value)}" for value in program.values]
     lines += [f"result {written_name(path)} = {written_name(value)}" for path, value in program.results]
     lines += [f"update {written_name(buffer)} = {written_name(value)}" for buffer, value in program.updates]
@@ -270,6 +274,12 @@ def _parameter(parameter: Parameter) -> str:
     counts = "".join(f" counts({', '.join(map(written_name, names))})" for names in parameter.counts)
     facts = f"{aliases}{reduce}{gather}{buckets}{holds}{order}{sparse}{balance}{stacked}{members}{counts}"
     return f"{kind} {written_name(parameter.name)}: {parameter.type}{facts}"
+
+
+def _first_value(value: FirstValue) -> str:
+    """`attribute layers.0.state: None, then a tensor`."""
+    after = "a tensor" if value.is_tensor else value.after
+    return f"attribute {written_name(value.name)}: {value.before}, then {after}{' persistent' * value.persistent}"
 
 
 def _transport(transport: Transport) -> str:

@@ -17,6 +17,7 @@ from partc.errors import InternalError, Source
 from partc.ir.layout import Layout, Sizes, SubDim
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, Mesh
 from partc.runtime.dims import Sectioned
+from partc.runtime.first_steps import FirstSteps
 from partc.runtime.place import stacked_names
 
 Derived = TypeVar("Derived")
@@ -628,7 +629,7 @@ class Program:
     `whole_inputs`, whatever their sizes.
     `largest` has the largest numbers of integer entries, where the model reads them; they are equal in all batches.
     `branches` has the lines whose tests of values are branches with both outcomes in the program: the function that
-    contains the line, and the line's number.
+    contains the line, and the line's number. `steps` are attributes of the model that forward sets in its first step.
     `draws` is the number of random operations in a step; they are numbered in the order in which one device runs them.
     With `draws_for_rows` some draw for rows that masks select, by place, and one device draws by order.
     `places` has the coordinate on the pipeline axis of every stage (empty: each stage's own number);
@@ -643,6 +644,7 @@ class Program:
     whole_inputs: tuple[str, ...] = ()
     largest: tuple[tuple[str, int], ...] = ()
     branches: tuple[tuple[str, int], ...] = ()
+    steps: FirstSteps | None = None
     values: tuple[Value, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     transport: Transport = Transport()

@@ -17,6 +17,7 @@ from partc.runtime.checkpoint.given_parameters import under_plan_names
 from partc.runtime.checkpoint.restore import Checkpoint, newest
 from partc.runtime.checkpoint.safetensors import Described, write
 from partc.runtime.errors import UsageError
+from partc.runtime.first_steps import FirstSteps
 from partc.runtime.layout import DTYPES
 from partc.runtime.processes.agreement import Together
 from partc.runtime.torch_private import lone_store
@@ -66,6 +67,10 @@ def export(
 def _write(directory: Path, plan: Mapping[str, Any], source: Checkpoint, target: Path, init: Path | None) -> Exported:
     module = load_model_file((directory / "model.py").resolve())
     state = state_dtypes(module, plan["options"])
+    steps = FirstSteps.of_plan(plan)
+    for value in () if steps is None else steps.values:
+        if value.persistent and value.name in source.tensors:
+            state[value.name] = getattr(torch, source.tensors[value.name].dtype)
     first = {alias: name for name, entry in plan["parameters"].items() for alias in (name, *entry["aliases"])}
     untrained = tuple(name for name in state if first.get(name) not in source.tensors)
     values = _initial(module, plan, source, untrained, init)

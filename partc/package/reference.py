@@ -22,6 +22,7 @@ from torch.optim import lr_scheduler
 from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, first_line
+from partc.frontend.state.first_steps import step_of, with_buffers
 from partc.frontend.state.flags import is_flag
 from partc.frontend.trace_errors import innermost_user_line
 from partc.frontend.traceable_forms.masked_spans import traceable_spans
@@ -29,6 +30,8 @@ from partc.package.launch import refusals_reported
 from partc.package.loads import LoadCounts
 from partc.package.sampling import BranchSampling, BranchTests, Sampling, shorter_outcomes
 from partc.runtime.checkpoint.safetensors import load, save
+from partc.runtime.first_steps import FirstSteps
+from partc.runtime.layout import DTYPES
 from partc.runtime.optimizer.kinds import kind_of, options_of
 from partc.runtime.optimizer.recipe import Group, parse_recipe
 from partc.runtime.train.data import Tokens, call_with_options, load_model_file, source
@@ -133,8 +136,12 @@ def balanced_biases(plan: Mapping[str, Any]) -> dict[str, float]:
 def single_device_model(module: Any, plan: Mapping[str, Any]) -> nn.Module:
     """The single-device model; its plain tensors are buffers where the package has them as such."""
     names = {name.rpartition(".")[2] for name in plan["parameters"]}
-    model: nn.Module = with_registered_tensors(call_with_options(module.model, plan["options"]), names.__contains__)
-    return model
+    model: nn.Module = call_with_options(module.model, plan["options"])
+    steps = FirstSteps.of_plan(plan)
+    if steps is not None:
+        shapes = {name: (entry["shape"], DTYPES[entry["dtype"]]) for name, entry in plan["parameters"].items()}
+        with_buffers(model, steps, shapes)
+    return with_registered_tensors(model, names.__contains__)  # type: ignore[no-any-return]
 
 
 def cast_states(model: nn.Module, dtype: torch.dtype) -> None:
@@ -321,7 +328,7 @@ def _branches(module: Any, model: nn.Module, plan: dict[str, Any], batch: Any) -
 
     def run() -> None:
         with as_one_device(plan):
-            loss_of(module, model, batch).backward()
+            loss_of(module, model, plan, batch).backward()
         trained.update(name for name, x in model.named_parameters(remove_duplicate=False) if x.grad is not None)
 
     tests = BranchTests(lines=frozenset((name, line) for name, line in plan.get("branches", ())))
@@ -358,7 +365,7 @@ def _backward(
             moved = {index * plan["draws"] + key: value for key, value in branches.shorter.items()}
             drawing = BranchSampling(sampling, moved, branches.tests)
             with as_one_device(plan), drawing, counts:
-                loss = loss_of(module, model, part)
+                loss = loss_of(module, model, plan, part)
             loss.backward()
             total += loss.item() / len(parts)
     if sampling.drawn != plan["draws"] * len(parts):
@@ -437,10 +444,11 @@ def _microbatches(batch: Any, plan: dict[str, Any]) -> list[Any]:
     ]
 
 
-def loss_of(module: Any, model: nn.Module, batch: Any) -> Tensor:
+def loss_of(module: Any, model: nn.Module, plan: Mapping[str, Any], batch: Any) -> Tensor:
     """The model file's loss: its own function, or the model's result, or that object's `.loss`."""
-    members = Members.of(model)
-    with traceable_spans(model.modules()):  # the same draws as in the package
+    members, steps = Members.of(model), FirstSteps.of_plan(plan)
+    first = nullcontext() if steps is None else step_of(model, steps)
+    with traceable_spans(model.modules()), first:  # the same draws as in the package
         result = module.loss(model, batch) if hasattr(module, "loss") else of_model(model, batch)
     members.take()
     if not isinstance(result, Tensor):

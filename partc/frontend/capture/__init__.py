@@ -41,6 +41,7 @@ from partc.frontend.repeats.marks import CallMark, Excluded, ModuleTree, Repeats
 from partc.frontend.repeats.module_rows import ModuleRows, UnequalError, WholeTrace
 from partc.frontend.results import Read
 from partc.frontend.state.constant_buffers import Recipes
+from partc.frontend.state.first_values import FirstStepsFound, first_steps
 from partc.frontend.state.frozen_state import StateWatch, check
 from partc.frontend.state.replaced_buffers import ReplacedError, with_plain_buffers
 from partc.frontend.state.shared_memory import pairs_in_memory, untrained_pairs
@@ -48,6 +49,7 @@ from partc.frontend.state.weight_identity import ConstructedWeights
 from partc.frontend.trace_errors import explained_error, innermost_user_line
 from partc.installed import is_machinery
 from partc.ir.program import Repetition
+from partc.runtime.first_steps import FirstSteps
 from partc.runtime.train.entries import constants_as_text
 from partc.runtime.train.plain_tensors import Members, modules_by_path, with_registered_tensors
 from partc.runtime.train.precision import held_in
@@ -87,6 +89,15 @@ class Captured:
     left: Mapping[tuple[str, str], Any] = field(default_factory=dict)  # Python values that forward changes
     numbers: tuple[Source, ...] = ()  # lines that use the number of selected rows as an integer
     pairs: Mapping[str, str] = field(default_factory=dict)  # buffers, each with another in its memory
+    steps: FirstSteps | None = None  # attributes that forward sets in the first step
+
+
+class _FirstStepsError(Exception):
+    """A refusal of a model that gives attributes their first values in forward."""
+
+    def __init__(self, refusal: PartcError, steps: tuple[FirstSteps, Any]) -> None:
+        super().__init__(str(refusal))
+        self.refusal, self.steps = refusal, steps
 
 
 def _with_plain_tensors(
@@ -100,6 +111,19 @@ def _with_plain_tensors(
 
     @functools.wraps(captured)
     def capture(build: Callable[[], Any], /, *given: _Given.args, **named: _Given.kwargs) -> Captured:
+        found: Any = named.get("found")
+        while True:
+            try:
+                with_states = build if found is None else lambda: found.installed(build())
+                return with_plain(with_states, *given, **named)
+            except _FirstStepsError as error:
+                if found is None or found.steps is not None:
+                    raise error.refusal from error
+                if named.get("excluded") is not None:
+                    raise WholeTrace from error  # an equal module that a trace leaves out has states as well
+                found.steps, found.shapes, found.refusal = *error.steps, error.refusal
+
+    def with_plain(build: Callable[[], Any], /, *given: _Given.args, **named: _Given.kwargs) -> Captured:
         without: set[str] = set()
         replaced: list[ReplacedError] = []
         while True:
@@ -139,12 +163,14 @@ def capture(
     outcomes: Outcomes = ABOVE,
     joined: Collection[str] = (),
     read: Read | None = None,
+    found: FirstStepsFound | None = None,
 ) -> Captured:
     """Build the model under fake tensors and export it, for one of `parts` equal parts of the batch.
 
     With `read`, the outputs are the tensors that it finds in the result of `loss`, or of the model. Equal modules are
     traced once, except the groups and rows `excluded`; None traces all calls. `outcomes` are
-    the outcomes of branches on random numbers, and of tests of masks on the lines `joined`.
+    the outcomes of branches on random numbers, and of tests of masks on the lines `joined`. `found` receives the first
+    steps of a model whose trace is refused because of them, and the model is then traced with them.
 
     Raises PartcError P0205 (the model or the batch cannot be built), P0206 (it does not trace), P0208 (the loss is not
     a scalar), P0225 (it depends on state that packages do not have), P0401 (the batch does not divide).
@@ -168,8 +194,8 @@ def capture(
     make_fake(modules.named, dtype, mode, rows.left_out)
     weights.give_attributes()
     with mode:
-        form, found = made_batch(make_batch, path)
-        tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
+        form, entries = made_batch(make_batch, path)
+        tensors = {name: x for name, x in entries.items() if isinstance(x, Tensor)}
         every = fake_batch(tensors, mode, dtype)
         batch = first_part(every, parts)
         integers = integer_parts(make_batch, parts) if parts > 1 or permitted(LARGEST_NUMBERS).allowed else ()
@@ -189,6 +215,7 @@ def capture(
             members=members,
             masks=masks,
             integers=integers,
+            steps=None if found is None else found.steps,
         )
         exported, findings, assumed, left = _exported(traced, batch, modules, rows, numbers, excluded)
     marked, selections = findings.repeats, findings.selections
@@ -198,7 +225,7 @@ def capture(
         model=model,
         batch=batch,
         whole=whole,
-        constants=constants_as_text(found),
+        constants=constants_as_text(entries),
         precision=precision,
         trained=rows.with_left_out(findings.trained) if read is None else frozenset(_requiring(model)),
         calls=marked.calls,
@@ -214,6 +241,7 @@ def capture(
         left=left,
         numbers=tuple(selections.numbers),
         pairs=untrained_pairs(pairs),
+        steps=traced.steps,
     )
 
 
@@ -257,11 +285,17 @@ def _exported(
                 exported = step.exported(batch)
                 found, left = findings[-1], watch.left()
                 outcomes = traced.outcomes
-                check(exported, watch, lambda: step.exported(batch), kept=outcomes.kept, tried=outcomes.tried)
+                try:
+                    check(exported, watch, lambda: step.exported(batch), kept=outcomes.kept, tried=outcomes.tried)
+                except PartcError as refusal:
+                    if not found.changed or traced.steps is not None:
+                        raise
+                    refusal.source = refusal.source or innermost_user_line(refusal)
+                    raise _FirstStepsError(refusal, first_steps(found.changed, traced.model)) from refusal
     except PartcError as error:
         error.source = error.source or innermost_user_line(error)
         raise
-    except (UnequalError, WholeTrace):
+    except (UnequalError, WholeTrace, _FirstStepsError):
         raise
     except (Exception, SystemExit) as error:
         raise explained_error(error, traced.model, traced.path, traced.parts) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +24,8 @@ from partc.frontend.repeats.module_rows import UnequalError, WholeTrace
 from partc.frontend.results import Read
 from partc.frontend.selections.selections import Selections
 from partc.frontend.state.constant_buffers import Recipe, recomputed
+from partc.frontend.state.first_steps import UnsettledError, step_of
+from partc.frontend.state.first_values import Attributes
 from partc.frontend.state.flags import is_counter, is_flag
 from partc.frontend.state.frozen_state import StateWatch
 from partc.frontend.state.kept_attributes import kept_attributes
@@ -33,6 +35,7 @@ from partc.frontend.trace_errors import RaisedError, explained_error
 from partc.frontend.traceable_forms.assignments import traceable_assignments
 from partc.frontend.traceable_forms.masked_spans import traceable_spans
 from partc.frontend.traceable_forms.untraceable_modules import untraceable_modules
+from partc.runtime.first_steps import FirstSteps, FirstValue
 from partc.runtime.train.entries import of_model, rebuilt_batch
 from partc.runtime.train.plain_tensors import Members
 from partc.runtime.train.precision import computing_in
@@ -64,6 +67,7 @@ class TracedModel:
     members: Members
     masks: Mapping[str, Recipe]  # buffers of masks that the constructor makes
     integers: Sequence[Mapping[str, Tensor]]  # for each part of the batch: its integer entries
+    steps: FirstSteps | None  # attributes that forward sets in the first step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,7 @@ class TraceFindings:
     selections: Selections  # of rows
     largest: Mapping[str, int]  # the largest numbers of entries, where forward reads them
     branches: tuple[tuple[str, int], ...]  # the function and the line of each branch on values
+    changed: tuple[tuple[FirstValue, Tensor | None], ...]  # attributes that have their first values, with tensors
 
 
 class _ChangedError(Exception):
@@ -118,7 +123,7 @@ class TracedStep(nn.Module):
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         traced = self._traced
         versions = [x._version for x in tensors]
-        buffers = Buffers.of(self.model)
+        buffers, attributes = Buffers.of(self.model), Attributes.of(self._watch.named)
         repeats = self._repeats()
         largest = LargestNumbers(traced.integers)
         for name, entry in zip(traced.names, tensors, strict=True):
@@ -146,6 +151,7 @@ class TracedStep(nn.Module):
                 selections=values.selections,
                 largest=largest.read,
                 branches=tuple(values.branches),
+                changed=attributes.changed(),
             )
         )
         buffers.keep(self._watch.line_of, values.known.knows)
@@ -172,7 +178,12 @@ class TracedStep(nn.Module):
         except Exception as error:  # torch.export would also print the graph so far, or a long message
             explained = explained_error(error, self.model, traced.path, traced.parts, values.selections.any)
             if isinstance(explained, RaisedError):
-                explained.tests = values.test_count
+                if traced.steps is not None:  # no guard: eager code would stop in the second step
+                    explained = PartcError(
+                        explained.code, explained.cause, help=explained.help, source=explained.source
+                    )
+                else:
+                    explained.tests = values.test_count
             raise explained from error
         for sentence in values.sentences:
             self._assume(sentence)
@@ -236,7 +247,15 @@ class TracedStep(nn.Module):
             for hook in hooks:
                 self.model.get_parameter(name).register_hook(hook)
         traced = self._traced
-        out = of_model(self.model, batch) if traced.loss is None else traced.loss(self.model, batch)
+        try:
+            with nullcontext() if traced.steps is None else step_of(self.model, traced.steps):
+                out = of_model(self.model, batch) if traced.loss is None else traced.loss(self.model, batch)
+        except UnsettledError as error:
+            raise PartcError(
+                "P0225",
+                f"forward changes {error}, and leaves something else there in a later step",
+                help="keep state in a registered buffer, and update it with tensor operations",
+            ) from error
         if traced.read is not None:
             return traced.read(out)
         found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..checkpoint.given_parameters import initial_checkpoint
 from ..errors import UsageError, tell
 from ..execution.executor import Action, Slot, acknowledged_by, parse_schedule
+from ..first_steps import FirstSteps
 from ..layout import DTYPES, ModelView, Shard
 from ..place import PIPELINE, Place
 from ..processes.agreement import Together
@@ -102,6 +103,11 @@ def materialise(
                 part = shard.local(whole, job.sizes, rank.place.coordinate)
                 place.put(name, part.to(device=device, dtype=shard.dtype, copy=True).contiguous())
 
+    steps = FirstSteps.of_plan(job.plan)
+    for name in () if steps is None else steps.buffers:
+        if any(name in place.missing for place in places):
+            entry = job.plan["parameters"][name]
+            take(name, torch.zeros(entry["shape"], dtype=DTYPES[entry["dtype"]]))
     wanted = {name for place in places for name in place.missing}
     if not wanted:
         return

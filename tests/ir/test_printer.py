@@ -198,16 +198,17 @@ region block phase microbatch:
   param down.weight: f32[16, 32@tp] vary(dp)
   param down.bias: f32[16@tp] vary(dp)
   forward:
-    input x: f32[8@dp, 16]
-    norm, norm_mean, norm_rstd = layer_norm(x, (16,), norm.weight, norm.bias, 1e-05)  # f32[8@dp, 16] ; f32[8@dp, 1] ; f32[8@dp, 1]
-    up                         = linear(norm, up.weight, up.bias)                     # f32[8@dp, 32@tp]
-    hidden                     = gelu(up)                                             # f32[8@dp, 32@tp]
-    down.bias_tp               = put(down.bias, dim=0, outer=1, axis="tp")            # f32[16] partial(tp) vary(dp)
-    down_partial               = linear(hidden, down.weight, down.bias_tp)            # f32[8@dp, 16] partial(tp)
-    down                       = all_reduce(down_partial, axis="tp")                  # f32[8@dp, 16] | 256 B over tp
-    out                        = add(x, down)                                         # f32[8@dp, 16]
+    input x: f32[8@dp, 16@tp]
+    x_full                     = all_gather(x, dim=1, outer=1, axis="tp")                         # f32[8@dp, 16] | 128 B over tp
+    norm, norm_mean, norm_rstd = layer_norm(x_full, (16,), norm.weight, norm.bias, 1e-05)         # f32[8@dp, 16] ; f32[8@dp, 1] ; f32[8@dp, 1]
+    up                         = linear(norm, up.weight, up.bias)                                 # f32[8@dp, 32@tp]
+    hidden                     = gelu(up)                                                         # f32[8@dp, 32@tp]
+    down_product_partial       = linear(hidden, down.weight)                                      # f32[8@dp, 16] partial(tp)
+    down_product               = reduce_scatter(down_product_partial, dim=1, outer=1, axis="tp")  # f32[8@dp, 16@tp] | 128 B over tp
+    down                       = add(down_product, down.bias)                                     # f32[8@dp, 16@tp]
+    out                        = add(x, down)                                                     # f32[8@dp, 16@tp]
     return out
-  saved hidden, up, norm, x, norm_mean, norm_rstd
+  saved hidden, up, norm, x_full, norm_mean, norm_rstd
 """,
     )
 

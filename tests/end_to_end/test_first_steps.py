@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partc
@@ -68,6 +69,36 @@ class ReadOnlyLater(Base):
         return h
 
 
+class BehindDropout(nn.Module):
+    """A model whose operations before the state draw random numbers, and change a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.out = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.norm(self.up(x)).tanh(), 0.3)
+        if self.state is None:
+            self.state = torch.zeros(6)
+        self.state = 0.9 * self.state + 0.1 * h.detach().mean(0)
+        return self.out(F.dropout(h - self.state, 0.2)).square().mean()  # type: ignore[no-any-return]
+
+
+class AndDecidesByValues(BehindDropout):
+    """The state is also reset, by a branch on values: each path is traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.norm(self.up(x)).tanh(), 0.3)
+        if self.state is None:
+            self.state = torch.zeros(6)
+        if self.state.sum() > 0.2:
+            self.state = 0.5 * self.state
+            h = h * 2
+        self.state = 0.9 * self.state + 0.1 * h.detach().mean(0)
+        return self.out(h - self.state).square().mean()  # type: ignore[no-any-return]
+
+
 class Ready(Base):
     """A boolean that changes once; the first batch decides about a trained scale."""
 
@@ -107,6 +138,15 @@ def _batch() -> dict[str, Tensor]:
 @pytest.mark.parametrize("build", MODELS)
 def test_first_steps_equal_those_of_one_device(build: Callable[[], nn.Module]) -> None:
     found = partc.compile(build, _batch(), mesh="dp=2", precision="fp64").verify(steps=3)
+    assert found.ok, found.worst
+
+
+@pytest.mark.parametrize(("build", "draws"), [(BehindDropout, 2), (AndDecidesByValues, 1)])
+def test_operations_before_the_first_difference_run_once(build: Callable[[], nn.Module], draws: int) -> None:
+    """They ran in both outcomes, so that dropout drew twice (P0207 from partc verify)."""
+    package = partc.compile(build, _batch(), mesh="dp=2", precision="fp64")
+    assert package.program.draws == draws
+    found = package.verify(steps=4)
     assert found.ok, found.worst
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -830,3 +832,22 @@ def test_the_gradient_of_a_batch_norm_has_a_gradient(mesh: str) -> None:
     """A variance with a detached mean has the right gradient, but not the right second one."""
     found = partc.compile(PenalisedCritic(), {"x": torch.randn(8, 6)}, mesh=mesh, precision="fp64").verify()
     assert found.ok, found.worst
+
+
+class KeepsLibraries(nn.Module):
+    """A model with Python modules among its attributes, beside a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.library = nn.Linear(4, 4), torch
+        self.own = SimpleNamespace(library=torch, table=torch.linspace(0, 1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.up(x) * self.own.table).square().mean()  # type: ignore[no-any-return]
+
+
+def test_tensors_are_not_looked_for_in_python_modules() -> None:
+    """Reading every member of torch gave dozens of warnings about its deprecated ones."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        _equal(KeepsLibraries, {"x": torch.randn(8, 4)}, "dp=2")

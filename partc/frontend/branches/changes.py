@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from partc.ir.operations import memory_owner
 from partc.ir.program import Arg, Op, Ref, is_change
@@ -31,3 +31,18 @@ def changed_tensor(name: str, makers: Mapping[str, Op]) -> str:
     while (op := makers.get(name)) is not None and is_change(op):
         name = next(op.refs())
     return name
+
+
+def before_changes(count: int, bodies: Sequence[tuple[Sequence[Op], Callable[[str], str]]]) -> int:
+    """The number of operations, of the first `count` of every body, before the first with a result in memory that
+    later operations of a body change. A function finds the owner of the memory of a body's values.
+    """
+    while (fewer := min(_before_changes(ops, owner, count) for ops, owner in bodies)) < count:
+        count = fewer
+    return count
+
+
+def _before_changes(ops: Sequence[Op], owner: Callable[[str], str], count: int) -> int:
+    changed = {owner(name) for op in ops[count:] for name in changed_by(op)}
+    made = ((place, value.name) for place, op in enumerate(ops[:count]) for value in op.results)
+    return next((place for place, name in made if owner(name) in changed), count)

@@ -8,9 +8,9 @@
         loss = c                                y_3 = where(t_2, y_1, y_2)
                                         y_4 = where(t_1, y, y_3)
 
-The program runs the operations of all paths. Operations at the end that two outcomes have in common run once, on the
-chosen values. The memory that an outcome changes has its old values again before the other outcome runs, and has the
-values of the chosen one behind both.
+The program runs the operations of all paths. Operations that two outcomes have in common run once: those at the
+beginning, and those at the end, on the chosen values. The memory that an outcome changes has its old values again
+before the other outcome runs, and has the values of the chosen one behind both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from partc.errors import PartcError, Source
-from partc.frontend.branches.changes import changed_by, changed_outside, changed_tensor
+from partc.frontend.branches.changes import before_changes, changed_by, changed_outside, changed_tensor
 from partc.frontend.branches.outcomes import Outcomes, on_path
 from partc.frontend.branches.random_branches import Branching, RandomBranch, alike_at_end
 from partc.frontend.trace_errors import RaisedError
@@ -240,6 +240,7 @@ class _JoinedOutcomes:
         self._ops: list[Op] = []
 
     def join(self) -> Outcome:
+        self._share_beginning()
         (usual, usual_outputs), (other, other_outputs) = self._usual, self._other
         shared = alike_at_end(usual, other, lambda one, two: one.form == two.form)
         while isinstance(found := self._pairs(shared), int):
@@ -260,6 +261,24 @@ class _JoinedOutcomes:
             read = [names[refs] for refs in zip(*(op.refs() for op in pair), strict=True)]
             self._ops.append(self._program.added(pair[0].reading(read)))
         return self._ops, tuple(names[pair] for pair in zip(usual_outputs, other_outputs, strict=True))
+
+    def _share_beginning(self) -> None:
+        """Run the operations once with which both outcomes begin, up to a result in memory that changes later."""
+        (usual, usual_outputs), (other, other_outputs) = self._usual, self._other
+        names: dict[str, str] = {}  # value of the other outcome -> of the usual one
+        count = 0
+        for one, two in zip(usual, other, strict=False):
+            if one.form != two.form or [*one.refs()] != [names.get(name, name) for name in two.refs()]:
+                break
+            names.update((b.name, a.name) for a, b in zip(one.results, two.results, strict=True))
+            count += 1
+        count = before_changes(count, [(ops, self._program.owner) for ops in (usual, other)])
+        behind = {value.name for op in other[count:] for value in op.results}
+        names = {its: mine for its, mine in names.items() if its not in behind}
+        self._ops.extend(usual[:count])
+        self._usual = usual[count:], usual_outputs
+        renamed = [self._program.added(replace(op.renamed(names), results=op.results)) for op in other[count:]]
+        self._other = renamed, tuple(names.get(name, name) for name in other_outputs)
 
     def _pairs(self, shared: int) -> dict[tuple[str, str], str | None] | int:
         """The operands of the last `shared` operations and the outputs, by their names in the two outcomes, each with

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise, takewhile
+from functools import partial
+from itertools import chain, islice, pairwise, takewhile
 
 from partc.errors import PartcError, Source
-from partc.frontend.branches.changes import changed_by, changed_outside, changed_tensor
+from partc.frontend.branches.changes import before_changes, changed_by, changed_outside, changed_tensor
 from partc.frontend.branches.outcomes import (
     ABOVE,
     BELOW,
@@ -30,7 +31,7 @@ from partc.frontend.branches.outcomes import (
 )
 from partc.ir.gradients import reached
 from partc.ir.naming import unique
-from partc.ir.operations import memory_owner, shares_memory
+from partc.ir.operations import RANDOM, memory_owner, shares_memory
 from partc.ir.program import Arg, Graph, Op, Ref, TensorType, Value, is_change
 
 
@@ -58,6 +59,14 @@ class Branching:
     graph: Graph
     states: Mapping[str, TensorType]
     branches: tuple[RandomBranch, ...]
+
+    def with_later(self, place: int, count: int) -> Branching:
+        """The trace with a branch behind `count` of the operations that follow it."""
+        branch = self.branches[place]
+        positions = (at for at, op in enumerate(self.graph.ops) if at >= branch.position and op.name != "constant")
+        position = next(islice(positions, count - 1, None)) + 1 if count else branch.position
+        before, behind = self.branches[:place], self.branches[place + 1 :]
+        return replace(self, branches=(*before, replace(branch, position=position), *behind))
 
     def parts(self) -> Iterator[tuple[Op, ...]]:
         """The operations before the first branch, then those behind each branch."""
@@ -96,14 +105,58 @@ def join_outcomes(found: Branching, trace: Callable[[Outcomes], Branching]) -> J
     bits = told_apart(len(tests), tests.values())
     others.extend(PARTLY_BELOW[: max(0, 2 * bits - 2)])
     known: Mapping[Outcomes, Branching] = {ABOVE: found, FIRST_BELOW: first}
+    _Join(kept).check_branches(first)
+    kept, *traces = _with_late_branches(
+        [kept, *(known[outcomes] if outcomes in known else trace(outcomes) for outcomes in others)]
+    )
     merged = _Join(kept)
-    merged.check_branches(first)
-    for outcomes in others:
-        other = known[outcomes] if outcomes in known else trace(outcomes)
+    for outcomes, other in zip(others, traces, strict=True):
         shortened = [(each.number in outcomes.below) != (each.number in longer.below) for each in kept.branches]
         merged.compare(other, shortened)
     joined = _JoinedGraph(merged)
     return Joined(graph=joined.written(), outcomes=longer, choices=frozenset(joined.choices))
+
+
+def _with_late_branches(traces: Sequence[Branching]) -> list[Branching]:
+    """The traces with each branch on a flag or counter behind the operations that all traces have in common after it.
+
+    Code may read a flag long before the first difference, which would repeat all that lies between in both outcomes.
+    """
+    found = list(traces)
+    count = len(found[0].branches)
+    if any(len(each.branches) != count for each in found):
+        return found
+    for place in range(count):
+        if not found[0].branches[place].of_values and not _is_drawn(found[0], found[0].branches[place].test):
+            shared = _common(found, place)
+            found = [each.with_later(place, shared) for each in found]
+    return found
+
+
+def _common(traces: Sequence[Branching], place: int) -> int:
+    """The number of equal operations behind a branch in all traces, up to a result in memory that changes later."""
+    parts = [[*each.parts()][place + 1 :] for each in traces]
+    ops = zip(*(part[0] for part in parts), strict=False)
+    equal = sum(1 for _ in takewhile(lambda each: all(op == each[0] for op in each), ops))
+    makers = [each.graph.makers() for each in traces]
+    bodies = ([*chain(*part)] for part in parts)
+    return before_changes(
+        equal, [(ops, partial(memory_owner, made=known)) for ops, known in zip(bodies, makers, strict=True)]
+    )
+
+
+def _is_drawn(traced: Branching, test: str) -> bool:
+    """Whether a test depends on random numbers."""
+    makers = traced.graph.makers()
+    waiting, seen = [test], {test}
+    while waiting:
+        op = makers.get(waiting.pop())
+        if op is not None and op.name in RANDOM:
+            return True
+        fresh = set() if op is None else {*op.refs()} - seen
+        waiting += fresh
+        seen |= fresh
+    return False
 
 
 @dataclass(slots=True)

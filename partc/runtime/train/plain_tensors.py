@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -191,9 +192,8 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     elif isinstance(value, list | tuple):
         found = [*enumerate(value)]
     else:
-        found = (
-            [] if isinstance(value, nn.Module | type) or callable(value) else [*getattr(value, "__dict__", {}).items()]
-        )
+        closed = isinstance(value, nn.Module | ModuleType | type) or callable(value)
+        found = [] if closed else [*getattr(value, "__dict__", {}).items()]
     return found if len(found) <= _LONGEST else []
 
 

@@ -139,8 +139,8 @@ def _too_little(budget: int, account: Account, enough: int) -> PartcError:
     worst = account.worst
     return PartcError(
         "P0415",
-        f"pipeline rank {worst.place} holds at least {worst.peak:,} bytes, {readable(worst.peak - budget)} more than "
-        f"the budget: {categories_text(worst)}",
+        f"pipeline rank {worst.place} holds {worst.peak:,} bytes with the best choice found, "
+        f"{readable(worst.peak - budget)} more than the budget: {categories_text(worst)}",
         help=f"give --recompute {bytes_option(enough)} or more, smaller microbatches, or --zero",
     )
 

@@ -41,7 +41,7 @@ def test_spans_are_drawn_in_every_step() -> None:
     model, losses = Speech(), []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        losses.append(loss_of(SimpleNamespace(), model, batch).item())
+        losses.append(loss_of(SimpleNamespace(), model, {}, batch).item())
     assert losses[0] == losses[1] != losses[2]  # the reference draws with torch as well
     assert _compute_mask_indices.__module__ == __name__
 

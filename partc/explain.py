@@ -230,10 +230,10 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "traced twice, and the traces are compared; then numbers that forward changes are given the opposite outcome "
         "in each comparison, which shows a branch of a later step. Changes that do not affect the computation are "
         "allowed, such as a counter for a log, or a table of constants that is filled once. A buffer may get another "
-        "tensor of its shape, but not the memory of a weight or of another buffer. A tensor in place of None, and a "
-        "boolean, may get their values in the first step, if later steps leave a tensor of the same shape and the same "
-        "boolean there. Keep state in a registered buffer, "
-        "update it by tensor operations, and draw with torch.rand or dropout.",
+        "tensor of its shape, but not the memory of a weight or of another buffer. An attribute may change from None "
+        "to a tensor in the first step, or from one boolean to the other, if it keeps that boolean, or the shape of "
+        "that tensor, in later steps. Keep state in a registered buffer, update it by tensor operations, and draw with "
+        "torch.rand or dropout.",
     ),
     "P0231": CodeExplanation(
         "the Hugging Face configuration cannot be read",

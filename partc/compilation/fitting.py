@@ -57,40 +57,19 @@ def within_budget(
         raise _too_little(budget, ends.account, ends.peak)
     known = [whole, least]
     best = least if least.peak <= budget else None
-    for _ in range(ATTEMPTS):
-        found = search.attempt(known, lambda time: replace(time, given=frozenset()))
-        if found in known:
-            break
-        known.append(found)
-        if found.peak <= budget:
-            best = found
-            break
-    for _ in range(further):
-        found = search.attempt(known, lambda time: time)
-        if found in known:
-            break
-        known.append(found)
-        if found.peak <= budget:
-            return found.steps
-    return (best or _lowest(search, [whole, least], budget, further)).steps
-
-
-def _lowest(search: _Search, known: list[_Attempt], budget: int, most: int) -> _Attempt:
-    """The first attempt that fits among those with the lowest expected peak; raises PartcError P0415 if none does."""
-    for _ in range(most):
-        found = search.attempt(known, lambda time: time, lowest=True)
-        if found in known:
-            break
-        if found.peak <= budget:
-            return found
-        known.append(found)
-    lowest = min(search.made, key=lambda attempt: attempt.peak)
-    raise _too_little(budget, lowest.account, min(attempt.peak for attempt in known))
+    best = search.fitting(budget, known, lambda time: replace(time, given=frozenset()), most=ATTEMPTS) or best
+    quicker = search.fitting(budget, known, lambda time: time, most=further)
+    alike = [whole, least]  # with the attempts that follow: alike for every budget
+    found = quicker or best or search.fitting(budget, alike, lambda time: time, most=further, lowest=True)
+    if found is None:
+        lowest = min(search.made, key=lambda attempt: attempt.peak)
+        raise _too_little(budget, lowest.account, min(attempt.peak for attempt in alike))
+    return found.steps
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class _Attempt:
-    """A choice of saved values: the passes' steps with it, its account, and the moments of each pipeline rank."""
+    """A choice of saved values, with the results of the passes, the account, and the moments of each pipeline rank."""
 
     steps: tuple[PassResult, ...]
     account: Account
@@ -132,6 +111,25 @@ class _Search:
         )
         self.made.append(_Attempt(steps=steps, account=account, times=seen))
         return self.made[-1]
+
+    def fitting(
+        self,
+        budget: int,
+        known: list[_Attempt],
+        each: Callable[[Time], Time],
+        *,
+        most: int,
+        lowest: bool = False,
+    ) -> _Attempt | None:
+        """The first new attempt that fits, of at most this many; `known` receives all of them."""
+        for _ in range(most):
+            found = self.attempt(known, each, lowest=lowest)
+            if found in known:
+                return None
+            known.append(found)
+            if found.peak <= budget:
+                return found
+        return None
 
 
 def _too_little(budget: int, account: Account, enough: int) -> PartcError:

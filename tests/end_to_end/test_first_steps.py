@@ -151,7 +151,7 @@ def test_operations_before_the_first_difference_run_once(build: Callable[[], nn.
 
 
 def test_a_pipeline_follows_first_steps() -> None:
-    """In both stages, with recomputation; each microbatch is a step of its own."""
+    """Both stages have first steps. Each microbatch is a step of its own, and recomputation changes nothing."""
     how: dict[str, object] = {"mesh": "pp=2", "microbatches": 2, "recompute": "full", "precision": "fp64"}
     found = partc.compile(Layers, _batch(), **how).verify(steps=2)  # type: ignore[arg-type]
     assert found.ok, found.worst

@@ -123,11 +123,11 @@ def _with_late_branches(traces: Sequence[Branching]) -> list[Branching]:
     Code may read a flag long before the first difference, which would repeat all that lies between in both outcomes.
     """
     found = list(traces)
-    count = len(found[0].branches)
-    if any(len(each.branches) != count for each in found):
+    if len({len(each.branches) for each in found}) > 1:
         return found
-    for place in range(count):
-        if not found[0].branches[place].of_values and not _is_drawn(found[0], found[0].branches[place].test):
+    drawn = _drawn(found[0])
+    for place, branch in enumerate(found[0].branches):
+        if not branch.of_values and branch.test not in drawn:
             shared = _common(found, place)
             found = [each.with_later(place, shared) for each in found]
     return found
@@ -145,18 +145,13 @@ def _common(traces: Sequence[Branching], place: int) -> int:
     )
 
 
-def _is_drawn(traced: Branching, test: str) -> bool:
-    """Whether a test depends on random numbers."""
-    makers = traced.graph.makers()
-    waiting, seen = [test], {test}
-    while waiting:
-        op = makers.get(waiting.pop())
-        if op is not None and op.name in RANDOM:
-            return True
-        fresh = set() if op is None else {*op.refs()} - seen
-        waiting += fresh
-        seen |= fresh
-    return False
+def _drawn(traced: Branching) -> set[str]:
+    """The values that depend on random numbers."""
+    found: set[str] = set()
+    for op in traced.graph.ops:
+        if op.name in RANDOM or not found.isdisjoint(op.refs()):
+            found.update(value.name for value in op.results)
+    return found
 
 
 @dataclass(slots=True)

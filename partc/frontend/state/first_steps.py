@@ -44,9 +44,7 @@ def step_of(model: nn.Module, steps: FirstSteps) -> Iterator[None]:
 
     Raises UnsettledError if forward leaves no tensor, one of another shape, or another constant.
     """
-    begun = True
-    if not model.get_buffer(steps.flag):
-        begun = False
+    begun = bool(model.get_buffer(steps.flag))
     places = [(value, *_place(value, model)) for value in steps.values]
     buffers = {value.name: part._buffers[name] for value, part, name in places if value.is_tensor}
     constants = {value.name: vars(part).get(name, ABSENT) for value, part, name in places if not value.is_tensor}

@@ -118,7 +118,7 @@ def _has_effects(node: fx.Node) -> bool:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """The operands that an operation changes in place, or the operations of its subgraph: those under `no_grad`."""
+    """The operands that an operation changes in place, or that its subgraph changes, such as code under `no_grad`."""
     if (inside := _subgraph(node)) is not None:
         return _written_inside(*inside)
     schema = getattr(node.target, "_schema", None)
@@ -148,7 +148,7 @@ def _subgraph(node: fx.Node) -> tuple[fx.Graph, tuple[Any, ...]] | None:
 
 
 def _written_inside(graph: fx.Graph, operands: Sequence[Any]) -> list[fx.Node]:
-    """The operands of a subgraph that it changes in place, also through views."""
+    """The operands that a subgraph changes in place, directly or through views."""
     starts: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         starts[node] = starts[node.all_input_nodes[0]] if node.all_input_nodes else node

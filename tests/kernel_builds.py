@@ -1,4 +1,4 @@
-"""Compile kernels ahead of time for GPUs that this machine lacks, and report the findings of ptxas.
+"""Compile kernels ahead of time for GPUs that this machine lacks, and report their registers and what they spill.
 
 A process of its own, without the interpreter: `python -m tests.kernel_builds MODEL NAME=VALUE...` compiles a model
 with Triton's kernels, builds every one, and prints a list of JSON: registers, bytes spilled, shared memory.
@@ -33,19 +33,32 @@ BLOCKS = ("BLOCK", "ROWS", "COLUMNS")
 Built = dict[str, Any]
 
 
-def said_by_ptxas(ptx: str, architecture: int) -> Built:
-    """Triton's own metadata has neither registers nor spills."""
-    import triton
+def resources(binary: bytes, ptx: str, architecture: int) -> Built:
+    """The registers of a kernel and the bytes that it spills; Triton's own metadata has neither.
 
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    A spilled register has its place on the stack, so that only kernels with a stack are built once more by ptxas.
+    """
     with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "kernel.cubin"
+        place.write_bytes(binary)
+        said = _said_by("cuobjdump", "-res-usage", str(place)).stdout
+        registers, stack = (max(map(int, re.findall(rf"\b{word}:(\d+)", said))) for word in ("REG", "STACK"))
+        if stack == 0:
+            return {"registers": registers, "spilled": 0}
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         name = f"sm_{architecture}{'a' if architecture == 90 else ''}"
-        command = [str(ptxas), "-v", f"--gpu-name={name}", str(source), "-o", str(Path(folder) / "kernel.cubin")]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
-    return {"registers": max(map(int, re.findall(r"Used (\d+) registers", said))), "spilled": spilled}
+        said = _said_by("ptxas", "-v", f"--gpu-name={name}", str(source), "-o", str(place)).stderr
+        spilled = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
+        return {"registers": max(map(int, re.findall(r"Used (\d+) registers", said))), "spilled": spilled}
+
+
+def _said_by(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The output of one of NVIDIA's tools that Triton brings along."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    return subprocess.run([str(path), *arguments], capture_output=True, text=True, check=True)
 
 
 def build(
@@ -66,7 +79,7 @@ def build(
         ahead = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], (?:0x)?([0-9a-f]+)", built.asm["ptx"])
         sizes = [*(int(count or 1) * int(bits) // 8 for count, bits in loads), *(int(size, 16) for size in ahead)]
         wide = {"bytes": max(sizes, default=0), "widest": sizes.count(max(sizes, default=0))}
-        said = said_by_ptxas(built.asm["ptx"], architecture)
+        said = resources(built.asm["cubin"], built.asm["ptx"], architecture)
         yield {"kernel": function.__name__, "sm": architecture, "shared": built.metadata.shared, **said, **wide}
 
 

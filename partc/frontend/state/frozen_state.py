@@ -254,14 +254,16 @@ def comparable_copy(value: Any, kept: list[Any], depth: int, known: dict[int, An
     if id(value) in known:
         return known[id(value)]
     if isinstance(value, _PLAIN):
-        return (type(value).__name__, repr(value))
+        return _constant(value)
     if isinstance(value, Tensor):
         kept.append(value)
         return ("tensor", id(value))
     if isinstance(value, torch.Generator):
         with without_modes():
             return ("generator", tuple(value.get_state().tolist()))
-    copy = lambda item: comparable_copy(item, kept, depth - 1, known)  # noqa: E731
+    copy = lambda item: (  # noqa: E731
+        _constant(item) if type(item) in _CONSTANTS else comparable_copy(item, kept, depth - 1, known)
+    )
     if depth and isinstance(value, Mapping | list | tuple | deque) and len(value) <= ITEMS:
         kept.append(value)
         known[id(value)] = ("again", id(value))  # it may contain itself
@@ -279,6 +281,10 @@ def comparable_copy(value: Any, kept: list[Any], depth: int, known: dict[int, An
         inside = ((name, copy(item)) for name, item in vars(value).items() if name[:2] != "__")
         known[id(value)] = ("object", id(value), tuple(inside))
     return known[id(value)]
+
+
+def _constant(value: Any) -> tuple[str, str]:
+    return (type(value).__name__, repr(value))
 
 
 def _member(old: Any, new: Any) -> str:

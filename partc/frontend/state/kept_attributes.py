@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 _LISTS, _MAPPINGS = (list, deque), (dict, OrderedDict, defaultdict)
+_CONTAINERS = (*_LISTS, *_MAPPINGS, tuple)
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -29,13 +30,14 @@ class Contents:
     def reached(cls, values: Iterable[Any]) -> Contents:
         """The contents of every list and dict that these values are or hold."""
         seen: dict[int, Any] = {}
-        waiting = [*values]
+        waiting = [value for value in values if isinstance(value, _CONTAINERS)]
         while waiting:
             value = waiting.pop()
-            if not isinstance(value, (*_LISTS, *_MAPPINGS, tuple)) or id(value) in seen:
+            if id(value) in seen:
                 continue
             seen[id(value)] = value
-            waiting.extend(value.values() if isinstance(value, dict) else value)
+            held = value.values() if isinstance(value, dict) else value
+            waiting.extend(each for each in held if isinstance(each, _CONTAINERS))
         lists = tuple((each, tuple(each)) for each in seen.values() if type(each) in _LISTS)
         mappings = tuple((each, {**each}) for each in seen.values() if type(each) in _MAPPINGS)
         return cls(lists, mappings)

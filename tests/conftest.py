@@ -151,8 +151,3 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Skips(), "skips")
         if "PROCESSOR_TIMES" in os.environ:
             config.pluginmanager.register(ProcessorTimes(Path(os.environ["PROCESSOR_TIMES"])), "processor-times")
-
-
-def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()  # searches leave out the modules and the tests, which live as long as the process

@@ -6,22 +6,39 @@ import ast
 import dis
 import functools
 import linecache
+from bisect import bisect_right
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 
 Span = tuple[int, int, int, int]  # first line and column, last line and column
 
 
 def span_of(frame: FrameType) -> Span | None:
     """The span in the source of the value that a frame tests or computes; None before Python 3.11."""
-    positions = getattr(frame.f_code, "co_positions", None)
-    if positions is None:
+    if not hasattr(frame.f_code, "co_positions"):
         return None
-    before = [each for each in dis.get_instructions(frame.f_code) if each.offset <= frame.f_lasti]
+    offsets, tests, spans = _instructions(frame.f_code, frame.f_code.co_linetable)
+    number = bisect_right(offsets, frame.f_lasti) - 1
     # The frame tests the value that was computed just before.
-    tests = "JUMP" in before[-1].opname or before[-1].opname == "UNARY_NOT"
-    line, last, column, end = list(positions())[before[-2 if tests else -1].offset // 2]
-    return None if None in (line, last, column, end) else (line, column, last, end)
+    return spans[number - 1 if tests[number] else number]
+
+
+@functools.lru_cache(maxsize=256)
+def _instructions(code: CodeType, lines: bytes) -> tuple[list[int], list[bool], list[Span | None]]:
+    """The instructions of a function: their offsets, whether they test a value, and their spans in the source.
+
+    Functions that differ in their lines may be equal, so that `lines`, the table of them, is an argument.
+    """
+    found = [*dis.get_instructions(code)]
+    places = [*code.co_positions()]
+    tests = ["JUMP" in each.opname or each.opname == "UNARY_NOT" for each in found]
+    return [each.offset for each in found], tests, [_span(*places[each.offset // 2]) for each in found]
+
+
+def _span(line: int | None, last: int | None, column: int | None, end: int | None) -> Span | None:
+    if line is None or last is None or column is None or end is None:
+        return None
+    return line, column, last, end
 
 
 @functools.lru_cache(maxsize=64)

@@ -308,16 +308,15 @@ def _requiring(model: nn.Module) -> Iterator[str]:
 
 def user_stack() -> traceback.StackSummary:
     """The frames of the user's code within the traced step: those of modules, or of the loss."""
-    frames: list[FrameType] = []
-    within = 0  # the number of frames up to the outermost `forward`, which is the step's
+    users: list[FrameType] = []  # innermost first
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code is not TracedStep.forward.__code__:
         if not is_machinery(frame.f_code.co_filename):
-            frames.append(frame)
-        if frame.f_code.co_name == "forward":
-            within = len(frames)
+            users.append(frame)
         frame = frame.f_back
-    users = frames[within - 1 :: -1] if within else []
+    if frame is None:  # outside of the step
+        users.clear()
+    users.reverse()
     modules = [frame for frame in users if frame.f_code.co_name == "forward"]
     return traceback.StackSummary.from_list(
         traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, line="")

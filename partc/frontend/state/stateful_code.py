@@ -10,6 +10,7 @@ x = x.view(4, -1).relu()          no state: methods of tensors are in the graph
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 import types
 from collections import deque
@@ -63,13 +64,17 @@ def _module_name(value: Any) -> str:
 def may_keep_state(modules: Iterable[types.ModuleType]) -> bool:
     """Whether code may keep state, or names clocks or random numbers in any function, also in constructors."""
     modules = tuple(modules)
-    return next(stateful_lines(modules), None) is not None or any(
-        _is_fickle(node)
-        for home in modules
-        for function in ast.walk(tree_of(str(home.__file__)) or ast.Module([], []))
-        if isinstance(function, ast.FunctionDef)
-        for node in ast.walk(function)
-    )
+    if next(stateful_lines(modules), None) is not None:
+        return True
+    trees = (tree_of(str(home.__file__)) for home in modules)
+    return any(_names_fickle(tree) for tree in trees if tree is not None)
+
+
+@functools.lru_cache(maxsize=64)
+def _names_fickle(tree: ast.Module) -> bool:
+    """Whether any function names clocks or random numbers."""
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return any(_is_fickle(node) for function in functions for node in ast.walk(function))
 
 
 def stateful_lines(modules: Iterable[types.ModuleType]) -> Iterator[Source]:
@@ -80,10 +85,15 @@ def stateful_lines(modules: Iterable[types.ModuleType]) -> Iterator[Source]:
         if tree is None or not tree.body:  # unknown code
             yield Source(file=str(file), line=0)
             continue
-        imported = {name for name, value in vars(home).items() if isinstance(value, types.ModuleType)}
-        found = [node for function in _functions(tree) for node in _Function(function, imported).stateful()]
-        for node in sorted(found, key=lambda node: (not _is_fickle(node), node.lineno)):
-            yield Source(file=str(file), line=node.lineno)
+        imported = frozenset(name for name, value in vars(home).items() if isinstance(value, types.ModuleType))
+        yield from (Source(file=str(file), line=line) for line in _stateful_lines(tree, imported))
+
+
+@functools.lru_cache(maxsize=64)
+def _stateful_lines(tree: ast.Module, imported: frozenset[str]) -> tuple[int, ...]:
+    """The lines of one module, whose globals of these names are modules."""
+    found = [node for function in _functions(tree) for node in _Function(function, imported).stateful()]
+    return tuple(node.lineno for node in sorted(found, key=lambda node: (not _is_fickle(node), node.lineno)))
 
 
 def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
@@ -101,7 +111,7 @@ def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
 class _Function:
     """A function with the names of objects that are new in each of its calls."""
 
-    def __init__(self, function: ast.FunctionDef, imported: set[str]) -> None:
+    def __init__(self, function: ast.FunctionDef, imported: frozenset[str]) -> None:
         self._body, self._imported = function.body, imported
         values: dict[str, list[ast.AST | None]] = {}
         for node in ast.walk(function):

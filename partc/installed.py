@@ -38,6 +38,7 @@ def is_installed(path: Path) -> bool:
     return _is_below(path, _site_packages()) or _is_below(path, _standard_library()) or _is_below(path, _machinery())
 
 
+@functools.cache
 def shortened(filename: str) -> str:
     """The path of an installed file, starting at its package, which is the same on every machine; other paths
     unchanged.

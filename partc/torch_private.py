@@ -71,6 +71,7 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "TreeSpec",
+    "active_modes",
     "aot_export_joint_simple",
     "attributes_kept_by",
     "backward_decompositions",
@@ -93,9 +94,13 @@ __all__ = [
     "say_class",
     "saying_classes",
     "storage_identity",
+    "traced_tensor",
+    "tracer",
+    "track",
     "transform_traced",
     "tree_flatten",
     "tree_unflatten",
+    "with_node",
     "without_modes",
     "without_order",
     "without_overriding",
@@ -117,6 +122,43 @@ def fake_stored(mode: FakeTensorMode, like: torch.Tensor, stored: torch.Tensor) 
     made: torch.Tensor = FakeTensor(mode, like, torch.device("cpu"))
     if isinstance(stored, torch.nn.Parameter):
         made.requires_grad_(stored.requires_grad)._is_param = True
+    return made
+
+
+def traced_tensor(
+    mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A fake tensor that the modes of a trace do not see being made."""
+    unseen = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
+    with torch._C._DisableTorchDispatch(), torch._C._ExcludeDispatchKeyGuard(unseen):
+        like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(mode, like, device)
+
+
+def tracer() -> Any:
+    """The tracer that records operations; None outside of traces."""
+    mode = proxy_tensor.get_proxy_mode()
+    return None if mode is None else mode.tracer
+
+
+def track(tracer: Any, x: torch.Tensor, node: torch.fx.Node) -> None:
+    """Make a node the one that computes a tensor in a trace."""
+    tracer.tensor_tracker[x] = proxy_tensor._ProxyTensor(torch.fx.Proxy(node, tracer), None)
+
+
+def active_modes() -> tuple[Any, ...]:
+    """The numbers of active modes of each kind, and the level of torch.func's transforms."""
+    return (
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._ops._len_torch_dispatch_stack_pre_dispatch(),
+        torch._C._functorch.maybe_current_level(),
+    )
+
+
+def with_node(kind: type[torch.autograd.Function], *given: Any) -> torch.Tensor:
+    """The result of an autograd function, past replacements of `torch.autograd.Function.apply`."""
+    made: torch.Tensor = super(torch.autograd.Function, kind).apply(*given)  # type: ignore[misc]
     return made
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.by_tensor import ByTensor
-from partc.torch_private import FakeTensor, outside_functorch, without_modes
+from partc.torch_private import FakeTensor, outside_functorch, without_modes, without_overriding
 
 LARGEST = 1 << 16  # the most elements of a constant whose values are computed
 _DRAWS = frozenset({
@@ -229,6 +229,7 @@ def _indexed_dims(item: Any) -> int:
 def _elements(made: Any) -> int:
     """The number of elements of a result's largest tensor; data-dependent sizes count as large."""
     if isinstance(made, Tensor):
-        count = made.numel()
+        with without_overriding():  # the trace's modes would intercept every read of a size
+            count = made.numel()
         return count if isinstance(count, int) else LARGEST + 1
     return max(map(_elements, made), default=0) if isinstance(made, tuple | list) else 0

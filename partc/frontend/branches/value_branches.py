@@ -39,6 +39,7 @@ from partc.frontend.by_tensor import ByTensor
 from partc.frontend.gradients.frozen_weights import FrozenWeights
 from partc.frontend.permissions import BOTH_OUTCOMES, UNKNOWN_NUMBERS, permitted
 from partc.frontend.positional_arguments import by_position
+from partc.frontend.repeats.copied_calls import CopiedCalls
 from partc.frontend.selections import value_floats
 from partc.frontend.selections.row_counts import Unsettled
 from partc.frontend.selections.selections import Selections
@@ -95,13 +96,15 @@ class ValueWatch(TorchFunctionMode):
         largest: LargestNumbers,
         whole: bool = True,
         joined: Collection[str] = (),
+        copying: bool = True,
     ) -> None:
         """`branching` is called at each branch on a random number. `call` returns the number of the running module
         call. `runner` is the file whose code calls the model. `largest` follows the entries of the batch. On the lines
-        `joined`, tests of masks are branches.
+        `joined`, tests of masks are branches. `copying`: repeated calls are copied.
         """
         super().__init__()
         self._runner = runner
+        self.copies = CopiedCalls(runner, copying=copying)
         self._outcomes = outcomes
         self._branching = branching
         self._tests: dict[object, int] = {}  # the numbers of the tests that branches read
@@ -201,6 +204,14 @@ class ValueWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond
             return func(*args, **kwargs)
+        versions = self.copies.versions((args, kwargs))
+        made = self._called(func, args, kwargs, sys._getframe(1))
+        self.copies.check_unchanged(versions)
+        return made
+
+    def _called(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
+    ) -> Any:
         accessed = getattr(func, "__self__", None)
         if accessed is Tensor.data:
             with self:
@@ -228,7 +239,6 @@ class ValueWatch(TorchFunctionMode):
             if generator is not torch.default_generator:
                 return self._drawn_by_own(func, name, args, kwargs)
             kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
-        frame = sys._getframe(1)
         for replacement in (
             self._sized_by_constants,
             self.selections.call,
@@ -243,7 +253,7 @@ class ValueWatch(TorchFunctionMode):
                 return made
         self.known.check_places(name, args, kwargs)
         with self._suspended() if isinstance(func, FunctionType) else nullcontext():
-            made = func(*args, **kwargs)
+            made = self.copies.call(func, args, kwargs, frame)
         self._follow(func, name, args, kwargs, made, known=self.selections.follow(name, args, kwargs, made))
         return made
 

@@ -19,6 +19,7 @@ from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.branches.outcomes import Outcomes
 from partc.frontend.branches.value_branches import ValueWatch
 from partc.frontend.gradients.own_backward import Hook
+from partc.frontend.repeats.copied_calls import UncopiedError
 from partc.frontend.repeats.marks import Repeats
 from partc.frontend.repeats.module_rows import UnequalError, WholeTrace
 from partc.frontend.results import Read
@@ -108,14 +109,19 @@ class TracedStep(nn.Module):
         self._repeats = repeats
         self._numbers = dict(numbers)
         self._flags: list[str] = []  # boolean buffers that forward changes
+        self._copying = True  # whether repeated calls are copied
         self._report, self._assume = report, assume  # callbacks, because an export restores attributes
 
     def exported(self, batch: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
-        """Trace the step. Buffers that turn out to change are no constants when it is traced again."""
+        """Trace the step. Buffers that turn out to change are no constants when it is traced again, and calls are not
+        copied if copies turn out not to suffice.
+        """
         while True:
             try:
                 with attributes_kept_by(kept_attributes):
                     return torch.export.export(self, tuple(batch.values()), strict=False)
+            except UncopiedError:
+                self._copying = False
             except _ChangedError as error:
                 self._flags.extend(name for name in error.args if is_flag(self._numbers[name]))
                 self._numbers = {name: x for name, x in self._numbers.items() if name not in error.args}
@@ -136,6 +142,7 @@ class TracedStep(nn.Module):
             largest=largest,
             whole=repeats.whole,
             joined=traced.joined,
+            copying=self._copying,
         )
         with self._constants_unchanged(values):
             found = self._watched_forward(tensors, repeats, values)
@@ -173,7 +180,7 @@ class TracedStep(nn.Module):
                 traceable_spans(self._watch.named.values()), self._with_masks(), traced.members.current(),
             ):  # fmt: skip
                 found = self._forward(batch)
-        except (PartcError, UnequalError, WholeTrace):
+        except (PartcError, UnequalError, WholeTrace, UncopiedError):
             raise
         except Exception as error:  # torch.export would also print the graph so far, or a long message
             explained = explained_error(error, self.model, traced.path, traced.parts, values.selections.any)
@@ -185,6 +192,7 @@ class TracedStep(nn.Module):
                 else:
                     explained.tests = values.test_count
             raise explained from error
+        values.copies.check()
         for sentence in values.sentences:
             self._assume(sentence)
         return found

@@ -52,7 +52,7 @@ from partc.frontend.selections.selected_rows import INTEGERS, MaskedRows, Select
 from partc.frontend.selections.selection_tests import Iterations, SelectionTests, caller_frame
 from partc.frontend.selections.value_floats import ValueFloat
 from partc.frontend.statements import enclosing_nodes
-from partc.torch_private import without_modes
+from partc.torch_private import without_modes, without_overriding
 
 _ARITHMETIC = frozenset({
     "add", "sub", "rsub", "mul", "div", "true_divide", "divide", "multiply", "subtract", "pow", "__add__", "__radd__",
@@ -174,9 +174,11 @@ class Selections:
     def follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> bool:
         """Follow any other call; return whether its result may be computed from the values of constants."""
         self._groups.check((args, kwargs))
-        self._counts.follow(name, args, kwargs, made)
-        self._rows.widen(name, args, made)
-        if name in ("unbind", "__getitem__") and args[0].dim() == 1 and args[0].dtype in INTEGERS:
+        with without_overriding():  # the trace's modes would intercept every read of a dtype
+            self._counts.follow(name, args, kwargs, made)
+            self._rows.widen(name, args, made)
+            parts = name in ("unbind", "__getitem__") and args[0].dim() == 1 and args[0].dtype in INTEGERS
+        if parts:
             self._parts.follow(args[0], made, args[1:])
         if not self._rows.any:
             return True

@@ -45,6 +45,7 @@ from partc.rehearsal.ledger import (
     as_tensor,
     sight,
 )
+from partc.runtime.ops.scan import steps as scan_steps
 from partc.runtime.torch_private import storage_key
 
 if TYPE_CHECKING:
@@ -383,14 +384,18 @@ def map_leaves(value: Any, each: Callable[[Any], Any]) -> Any:
 # -- the emitted modules -----------------------------------------------------------------------
 
 
-def region_module(module: RegionModule, recordings: Recordings, kernels: Any) -> dict[str, Any]:
-    """The namespace of an emitted region, with functions that record. `kernels` replaces the package's kernels.
+def region_module(
+    module: RegionModule, recordings: Recordings, kernels: Any, scan: Callable[..., Any]
+) -> dict[str, Any]:
+    """The namespace of an emitted region, with functions that record. `kernels` replaces the package's kernels, and
+    `scan` its loops over time.
 
     The text comes directly from codegen: no file is executed.
     """
     functions: dict[str, RegionFunction] = {}
     lines = module.text.split("\n")
-    tree = _tree(module.text, {"kernels"})
+    given = {"kernels": kernels, "scan": scan}
+    tree = _tree(module.text, given)
     steps = {function.name: [step.name for step in function.steps] for function in module.code.functions}
     sources: dict[str, str] = {}
     for node in tree.body:
@@ -405,8 +410,28 @@ def region_module(module: RegionModule, recordings: Recordings, kernels: Any) ->
     return _run(
         tree,
         module.path,
-        {"_recordings": recordings, "_functions": functions, "_EvenRouting": EvenRouting, "kernels": kernels},
+        {"_recordings": recordings, "_functions": functions, "_EvenRouting": EvenRouting, **given},
     )
+
+
+def first_steps(
+    step: Callable[..., tuple[Tensor, ...]],
+    starts: Sequence[Tensor],
+    sequences: Sequence[Tensor],
+    constants: Sequence[Tensor],
+    *,
+    length: int,
+    dims: Sequence[int],
+    reverse: bool = False,
+) -> tuple[Tensor, ...]:
+    """A scan that runs its first steps only: in memory, further steps are like the last of these.
+
+    A step may hand on the memory of a state as the next one of another state. After as many steps as there are states,
+    each state is memory that an earlier step allocated, or that the loop reads and its caller holds. From then on all
+    steps begin with equally much memory, and allocate and free the same.
+    """
+    times = range(length)[::-1] if reverse else range(length)
+    return scan_steps(step, starts, sequences, constants, times=times[: len(starts) + 2], length=length, dims=dims)
 
 
 def stage_class(module: StageModule, given: Mapping[str, Any]) -> Any:

@@ -27,7 +27,7 @@ from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import Action as ScheduledAction
 from partc.ir.program import Program
 from partc.ir.routers import routers
-from partc.rehearsal.call_replay import Recordings, region_module, stage_class
+from partc.rehearsal.call_replay import Recordings, first_steps, region_module, stage_class
 from partc.rehearsal.composition import Acks, Composer, Course
 from partc.rehearsal.exchange_replay import ExchangeEffects, ReplayedExchange, Start, exchange_effects
 from partc.rehearsal.ledger import Block, Leaf, Ledger, Owned, counting_meta_operations
@@ -53,6 +53,7 @@ from partc.runtime.execution.sums import Bucket, Sums
 from partc.runtime.layout import ModelView, Shard, cutting
 from partc.runtime.ops.accumulation import clear
 from partc.runtime.ops.row_gradients import RowGradient, TouchedRows
+from partc.runtime.ops.scan import scan
 from partc.runtime.optimizer.optimizer import attach_gradients
 from partc.runtime.optimizer.recipe import DEFAULT, Recipe, UpdateRule
 from partc.runtime.optimizer.update import make_update
@@ -113,15 +114,16 @@ def rehearsed(
     whole: bool = False,
     known: KnownSteps = (),
 ) -> tuple[Account, Steps]:
-    """The account, and the step of each pipeline rank. With `whole`, all ranks play all their actions.
+    """The account, and the step of each pipeline rank. With `whole`, all ranks play all their actions, and loops over
+    time run all their steps.
 
-    They also do so if `groups` is given, since equal stages may then have parameters with different states. The program
-    may be one of the `known` ones, whose steps are not played again.
+    Ranks also play all their actions if `groups` is given, since equal stages may then have parameters with different
+    states. The program may be one of the `known` ones, whose steps are not played again.
     """
-    whole |= bool(groups)
+    every_step, whole = whole, whole or bool(groups)
     alike = (each for each in known if not whole and optimizer == DEFAULT and each[0] == program)
     program, played = next(alike, (program, None))
-    rehearsal = Rehearsal(program, Recipe.of(optimizer, groups=groups), modules)
+    rehearsal = Rehearsal(program, Recipe.of(optimizer, groups=groups), modules, every_step=every_step)
     courses = played or rehearsal.courses(whole=whole)
     ranks = tuple(
         course.rank(place, program.stages_at(place), rehearsal.copied(place)) for place, course in enumerate(courses)
@@ -135,14 +137,15 @@ _ROW_TEMPORARIES = 4  # tensors of a sparse gradient's size that an update holds
 class Rehearsal:
     """The rehearsal of one program."""
 
-    def __init__(self, program: Program, recipe: Recipe, modules: Modules | None) -> None:
+    def __init__(self, program: Program, recipe: Recipe, modules: Modules | None, *, every_step: bool = False) -> None:
+        """With `every_step`, loops over time run all their steps."""
         self._program = program
         self._modules = emit(program) if modules is None else modules
         self._recordings = Recordings()
         kernels = stand_ins(program)
         self._given = {"Parts": _NamedParts, "Sums": Sums, "Bucket": Bucket, "kernels": kernels}
         for module in self._modules.regions:
-            self._given |= region_module(module, self._recordings, kernels)
+            self._given |= region_module(module, self._recordings, kernels, scan if every_step else first_steps)
         self._recipe = recipe
         self._composer = Composer(program, self._acks, self.play)
         self._classes: dict[int, Any] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from partc.api import compilation
 from partc.compilation.options import Options
@@ -16,6 +17,7 @@ from partc.rehearsal.composition import Course
 from partc.rehearsal.ledger import Leaf, counting_meta_operations
 from partc.rehearsal.rehearsal import rehearsed
 from partc.schedules import SCHEDULES
+from tests.models.loops import EVERY
 from tests.test_architecture import ROOT
 
 GPT = str(ROOT / "examples" / "gpt.py")
@@ -92,6 +94,39 @@ def _free(a: Action, b: Action) -> bool:
 def test_other_models(model: str) -> None:
     """Experts, an encoder whose values many stages read, and a weight that two stages share."""
     expect_equal(compiled(str(ROOT / "tests" / "models" / model), mesh="2x2x2", zero=1))
+
+
+def loops(**given: str) -> Program:
+    options = Options.checked(mesh="dp=2", schedule="1f1b", seed=0, shard=(), microbatches=2)
+    return compilation(str(ROOT / "tests" / "models" / "loops.py"), None, options, model_options=given).program
+
+
+@pytest.mark.parametrize("loop", sorted(EVERY))
+def test_loops_over_time(loop: str) -> None:
+    """Steps that are left out hold as much memory as those that run."""
+    expect_equal(loops(loop=loop), composed=False)
+
+
+class Calls(TorchFunctionMode):
+    """Counts calls of torch's functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_rehearsal_does_not_grow_with_the_steps_of_a_loop() -> None:
+    counts: list[int] = []
+    for seq in ("16", "64"):
+        program = loops(loop="gated", seq=seq)
+        with Calls() as calls:
+            rehearsed(program)
+        counts.append(calls.count)
+    assert counts[0] == counts[1]
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,10 +25,25 @@ def scan(
     `step` takes states, one element of each sequence, and the constants. `dims` are the time dimensions of operand
     sequences, then of result sequences.
     """
+    times = range(length)[::-1] if reverse else range(length)
+    return steps(step, starts, sequences, constants, times=times, length=length, dims=dims)
+
+
+def steps(
+    step: Step,
+    starts: Sequence[Tensor],
+    sequences: Sequence[Tensor],
+    constants: Sequence[Tensor],
+    *,
+    times: Iterable[int],
+    length: int,
+    dims: Sequence[int],
+) -> tuple[Tensor, ...]:
+    """The results of a scan that runs the steps at these times only."""
     states: Sequence[Tensor] = starts
     made: list[Tensor] = []
     into = dims[len(sequences) :]
-    for t in reversed(range(length)) if reverse else range(length):
+    for t in times:
         elements = [x.select(dim, t) for x, dim in zip(sequences, dims, strict=False)]
         found = step(*states, *elements, *constants)
         states, rows = found[: len(starts)], found[len(starts) :]

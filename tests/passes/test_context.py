@@ -37,6 +37,12 @@ def batch():
 """
 
 
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the single-device models' runs are kept."""
+    return tmp_path_factory.mktemp("references")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "how"),
@@ -52,9 +58,10 @@ def batch():
         pytest.param("cp=2", {"options": {"seq": "33"}}, marks=pytest.mark.matrix),
     ],
 )
-def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_path: Path) -> None:
+def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], references: Path, tmp_path: Path) -> None:
     package = partc.compile(GPT, mesh=mesh, precision="fp64", **how)
-    found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
+    model = "-".join(["gpt", *how.get("options", {}).values()])
+    found = verify(package.write(tmp_path / "build"), steps=2, virtual=True, reference=references / model)
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
     assert not [item for item in package.replicated_ops if item.axis == "cp"]
 
@@ -235,13 +242,15 @@ ZIGZAG = "block.attn_heads=[_, @tp, 2 * _@cp, _]"
         ("cp=2,pp=2", {"schedule": "zero-bubble", "microbatches": 4, "zero": 2}),
     ],
 )
-def test_ordered_sequences_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_path: Path) -> None:
+def test_ordered_sequences_equal_the_single_device(
+    mesh: str, how: dict[str, Any], references: Path, tmp_path: Path
+) -> None:
     """Rotary positions, labels and masks follow the order of the sequence, in which every rank has equal work."""
     package = partc.compile(GPT, mesh=mesh, precision="fp64", **how)
     rows = {dict(op.attrs).get("rows") for op in _attentions(package.program)}
     assert all(" zigzag " in str(each) for each in rows), rows
     assert not [item for item in package.replicated_ops if item.axis == "cp"]
-    found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
+    found = verify(package.write(tmp_path / "build"), steps=2, virtual=True, reference=references / "gpt")
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
 
 

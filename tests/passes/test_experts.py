@@ -81,6 +81,12 @@ def test_experts_over_other_ranks_are_refused(mesh: str, spec: str, cause: str) 
     assert caught.value.code == "P0106"
 
 
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the single-device models' runs are kept."""
+    return tmp_path_factory.mktemp("references")
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "how"),
@@ -101,9 +107,9 @@ def test_experts_over_other_ranks_are_refused(mesh: str, spec: str, cause: str) 
         pytest.param("dp_out=2,dp_in=2", {"experts": "ep=4@dp_out,dp_in"}, marks=pytest.mark.slow),
     ],
 )
-def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_path: Path) -> None:
+def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], references: Path, tmp_path: Path) -> None:
     package = partc.compile(MOE, mesh=mesh, precision="fp64", **how)
-    found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
+    found = verify(package.write(tmp_path / "build"), steps=2, virtual=True, reference=references / "moe")
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
     for item in package.program.parameters:
         if item.name.endswith(EXPERTS):

@@ -2,16 +2,16 @@
 
     param mixer.up: f32[4, 16, 24] vary(ep)
     param mixer.down: f32[4, 24, 16] vary(ep)
-    mixer_2         = expert_matmul(second_4, mixer_chosen_2, mixer.up)         # f32[128@ep, 24]
-    mixer_made      = silu(mixer_2)                                             # f32[128@ep, 24]
+    mixer           = expert_matmul(second_4, mixer_chosen_2, mixer.up)         # f32[128@ep, 24]
+    mixer_made      = silu(mixer)                                               # f32[128@ep, 24]
     mixer_expert…   = expert_matmul(mixer_made, mixer_chosen_2, mixer.down)     # f32[128@ep, 16]
   ->
     param mixer.up: f32[4@ep, 16, 24]
     param mixer.down: f32[4@ep, 24, 16]
     order, grouped, own, counts = route(mixer_chosen_2, 4, False, 0.0, axis="ep")
     second_4_here   = dispatch(second_4, order, grouped, counts, axis="ep")     # f32[128@ep, 16]
-    mixer_2         = expert_matmul(second_4_here, own, mixer.up, groups=2)     # f32[128@ep, 24]
-    mixer_made      = silu(mixer_2)                                             # f32[128@ep, 24]
+    mixer           = expert_matmul(second_4_here, own, mixer.up, groups=2)     # f32[128@ep, 24]
+    mixer_made      = silu(mixer)                                               # f32[128@ep, 24]
     mixer_expert…   = expert_matmul(mixer_made, own, mixer.down, groups=2)      # f32[128@ep, 16]
     mixer_expert…   = combine(mixer_expert…, order, grouped, counts, axis="ep") # f32[128@ep, 16]
 

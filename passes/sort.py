@@ -1,13 +1,13 @@
 """Sort rows by expert once around a layer's expert products, instead of within each product.
 
-    mixer_2         = expert_matmul(second_4, mixer_chosen_2, mixer.up)                # f32[128, 24]
-    mixer_made      = silu(mixer_2)                                                    # f32[128, 24]
+    mixer           = expert_matmul(second_4, mixer_chosen_2, mixer.up)                # f32[128, 24]
+    mixer_made      = silu(mixer)                                                      # f32[128, 24]
     mixer_expert…   = expert_matmul(mixer_made, mixer_chosen_2, mixer.down)            # f32[128, 16]
   ->
     order, places, own = expert_order(mixer_chosen_2, 4)
     second_4_sorted    = permute_rows(second_4, order, places)                         # f32[128, 16]
-    mixer_2            = expert_matmul(second_4_sorted, own, mixer.up, ordered=True)   # f32[128, 24]
-    mixer_made         = silu(mixer_2)                                                 # f32[128, 24]
+    mixer              = expert_matmul(second_4_sorted, own, mixer.up, ordered=True)   # f32[128, 24]
+    mixer_made         = silu(mixer)                                                   # f32[128, 24]
     mixer_expert…      = expert_matmul(mixer_made, own, mixer.down, ordered=True)      # f32[128, 16]
     mixer_expert…      = permute_rows(mixer_expert…, places, order)                    # f32[128, 16]
 

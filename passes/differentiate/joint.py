@@ -369,39 +369,55 @@ class _Reader:
             yield op
 
     def _operation(self, node: fx.Node) -> Op:
-        zeros = node in self._zeros and _is_linear(node) and not _is_tuple(node)
-        name, args, attrs = _filled_with_zeros(node) if zeros else _canonical(node, self._arg)
-        results = self._laid_out(Op(name=name, args=args, attrs=attrs, results=self._results(node)), self._heir(node))
+        values = self._results(node)
+        name, args, attrs = _canonical(node, self._arg)
+        op = replaced = Op(name=name, args=args, attrs=attrs, results=values)
+        if node in self._zeros and _is_linear(node) and not _is_tuple(node):
+            name, args, attrs = _filled_with_zeros(node)
+            op = Op(name=name, args=args, attrs=attrs, results=values)
+        results = self._laid_out(op, self._heir(node), replaced)
         if effects(name).extra or len(results) > 1:
             source = next((self._sources[value.name] for value in results if value.name in self._sources), None)
         else:
             source = self._source(results[0].name, node)
         given = (self._source(self._names[_origin(other)], _origin(other)) for other in node.all_input_nodes)
         source = source or next(filter(None, given), None)
-        return Op(name=name, args=args, attrs=attrs, results=results, source=source)
+        return replace(op, results=results, source=source)
 
     def _heir(self, node: fx.Node) -> str:
         """A value whose layout the results may share: a gradient only for constants and dependents of gradients."""
         label = self._labels[node]
         return label if label in self.types or node in self._behind or not node.all_input_nodes else ""
 
-    def _laid_out(self, op: Op, heir: str) -> tuple[Value, ...]:
-        """The results with their layouts: known from the forward pass, or inferred from the operation."""
+    def _laid_out(self, op: Op, heir: str, replaced: Op) -> tuple[Value, ...]:
+        """The results with their layouts: known from the forward pass, or inferred from the operation, which may be a
+        constant in place of another operation.
+        """
         found = inferred(op, self._made, self._sizes)
+        before = found if op is replaced else inferred(replaced, self._made, self._sizes)
         operands = [self._made[name] for name in op.refs()]
         results = tuple(
-            value if value.name in self._known else replace(value, type=self._of(value, made, heir, operands))
-            for value, made in zip(op.results, found, strict=True)
+            value if value.name in self._known else replace(value, type=self._of(value, made, heir, operands, own))
+            for value, made, own in zip(op.results, found, before, strict=True)
         )
         self._made.update((value.name, value.type) for value in results)
         return results
 
-    def _of(self, value: Value, made: Inferred | None, heir: str, operands: Sequence[TensorType]) -> TensorType:
+    def _of(
+        self,
+        value: Value,
+        made: Inferred | None,
+        heir: str,
+        operands: Sequence[TensorType],
+        before: Inferred | None,
+    ) -> TensorType:
         like = self._gradient_type(heir)
         if made is not None and like is not None and not made.layout.local:
             same = like.layout.local_shape(self._sizes) == value.type.shape
             if same and made.allows(like.layout, self._sizes):
                 return replace(value.type, layout=like.layout)
+        if before is not None and not before.layout.local:
+            made = before
         found = local(value.type.shape, operands) if made is None else made.layout
         return replace(value.type, layout=found.normalized(self._sizes))
 

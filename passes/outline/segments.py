@@ -14,6 +14,7 @@ from typing import cast
 from partc.ir.naming import is_number
 from partc.ir.operations import RANDOM, VIEWS
 from partc.ir.program import Op, Phase, Ref, Region
+from partc.rules.kernels import CONSTANTS
 
 _FEWEST_EQUAL = 3  # the fewest equal bodies that count as a repetition, for weights numbered outside modules
 
@@ -34,6 +35,8 @@ def segments(
     """The operations of the region, cut into calls in an executable order: (lifted values, bodies)."""
     free, constant = _free_values(main, trained)
     constant = constant - set(main.forward.outputs)  # buffers are set to these in every microbatch
+    fills = _fills(main) & constant
+    free, constant = free - fills, constant - fills
     ops = main.forward.ops
     made = main.forward.makers()
     still = [op for op in ops if not all(value.name in constant for value in op.results)]
@@ -43,7 +46,7 @@ def segments(
     inline = {id(op) for op in _slice(wanted, made, constant | lifted)}
     bound_ids = {id(op) for op in bound}
     body = _runs([op for op in still if id(op) in bound_ids or id(op) in inline], keys)
-    body = _own_views(body, main)
+    body = _own_views(body, main, fills)
     body = _joined(body, {value.name for value in main.params}, trained)
     order = {id(op): index for index, op in enumerate(ops)}
     return _lifted_segments(sorted(lifted, key=lambda n: order[id(made[n])]), made, constant, body, order), body
@@ -60,8 +63,16 @@ def _runs(ops: Sequence[Op], keys: Mapping[int, str]) -> list[ModuleSegment]:
     return [ModuleSegment(key=key, ops=tuple(run)) for key, run in found]
 
 
-def _own_views(body: list[ModuleSegment], main: Region) -> list[ModuleSegment]:
-    """Let every segment compute the views of parameters that it reads, so that none passes from call to call.
+def _fills(main: Region) -> set[str]:
+    """Tensors of one number, such as `zeros_like(x)`. They are cheaper to make where they are read, where they have the
+    size of a rank's part of a microbatch, than to keep.
+    """
+    return {op.result.name for op in main.forward.ops if op.name in CONSTANTS and op.result.type.shape}
+
+
+def _own_views(body: list[ModuleSegment], main: Region, fills: set[str]) -> list[ModuleSegment]:
+    """Let every segment compute the fills and the views of parameters that it reads, so that none passes from call to
+    call.
 
     A segment that only has such views stays, since a pipeline may be cut there.
     """
@@ -70,7 +81,9 @@ def _own_views(body: list[ModuleSegment], main: Region) -> list[ModuleSegment]:
     for segment in body:
         own: dict[str, Op] = {}
         for op in segment.ops:
-            if op.name in VIEWS and len(op.results) == 1 and op.result.name not in main.forward.outputs:
+            if op.name in CONSTANTS and op.result.name in fills:
+                own[op.result.name] = op
+            elif op.name in VIEWS and len(op.results) == 1 and op.result.name not in main.forward.outputs:
                 (base,) = op.refs()
                 read = base in views or base in own or base in params
                 if read and prod(types[base].shape) == prod(op.result.type.shape):

@@ -201,6 +201,31 @@ def test_values_without_parameters_have_regions_of_their_own() -> None:
     assert "count" in last.args
 
 
+class Scattering(nn.Module):
+    """Adds tokens up by `index_add` into zeros, as experts written by hand do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bins = nn.Linear(6, 3)
+        self.out = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat, best = x.flatten(0, 1), self.bins(x).argmax(-1).flatten()
+        chosen = torch.zeros(flat.shape[0], 3).scatter(1, best[:, None], 1.0)
+        total = torch.zeros_like(flat).index_add(0, torch.arange(flat.shape[0]), flat * chosen[:, :1])
+        return x + self.out(total).view_as(x)
+
+
+def test_tensors_of_one_number_are_made_where_they_are_read() -> None:
+    """As a constant, a mask of DeepSeek-V3's groups of experts had the size of the whole batch, one gibibyte."""
+    build = lambda: Net(nn.Sequential(Scattering(), Scattering(), Scattering()))  # noqa: E731
+    program = outlined(build, {"x": torch.randn(4, 5, 3)})
+    setup = [op.name for region in program.regions if region.phase == "setup" for op in region.forward.ops]
+    (body,) = {call.region for call in program.calls if call.name.startswith("body")}
+    shapes = [op.result.type.shape for op in program.region(body).forward.ops if op.name == "full"]
+    assert "full" not in setup and sorted(shapes) == [(20, 3), (20, 6)], (setup, shapes)
+
+
 def test_tied_weights_are_one_parameter_of_two_calls() -> None:
     program = outlined(Language, language())
     readers = [call.name for call in program.calls if "embed.weight" in call.params]

@@ -47,30 +47,35 @@ def place(module: str, layers: tuple[str, ...], above: str) -> int:
 
 def imports(path: Path, *, late: bool) -> Iterator[tuple[int, str]]:
     """Line and module of each import; `late` tells whether those inside functions count. Type-only ones never do."""
+    return ((line, module) for line, module, inside in _imports(path) if late or not inside)
+
+
+@cache
+def _imports(path: Path) -> tuple[tuple[int, str, bool], ...]:
+    """Line and module of each import, and whether it is inside a function."""
     package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
 
-    def walk(nodes: list[ast.stmt]) -> Iterator[tuple[int, str]]:
+    def walk(nodes: list[ast.stmt], inside: bool) -> Iterator[tuple[int, str, bool]]:
         for node in nodes:
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 continue
             if isinstance(node, ast.Import):
-                yield from ((node.lineno, alias.name) for alias in node.names)
+                yield from ((node.lineno, alias.name, inside) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
                 module = ".".join([*base, *([node.module] if node.module else [])])
                 for alias in node.names:
                     inner = f"{module}.{alias.name}"
-                    yield node.lineno, inner if inner in MODULES else module
+                    yield node.lineno, inner if inner in MODULES else module, inside
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                if late:
-                    yield from walk(node.body)
+                yield from walk(node.body, True)
             else:
                 for field in ("body", "orelse", "finalbody"):
-                    yield from walk(getattr(node, field, []))
+                    yield from walk(getattr(node, field, []), inside)
                 for handler in getattr(node, "handlers", []):
-                    yield from walk(handler.body)
+                    yield from walk(handler.body, inside)
 
-    yield from walk(ast.parse(path.read_text()).body)
+    return tuple(walk(ast.parse(path.read_text()).body, False))
 
 
 @cache

@@ -39,12 +39,14 @@ class Program:
 
     draw: random.Random
     made: dict[str, Tensor] = field(default_factory=dict)
+    types: dict[str, TensorType] = field(default_factory=dict)  # of `made`
     known: dict[str, IntegerBounds] = field(default_factory=dict)
     ops: dict[str, Op] = field(default_factory=dict)
 
     def holds(self, x: Tensor, bounds: IntegerBounds | None = None) -> Ref:
         ref = Ref(f"x{len(self.made)}")
         self.made[ref.name] = x
+        self.types[ref.name] = TensorType.replicated(DTYPE_NAMES[x.dtype], x.shape)
         if bounds is not None:
             self.known[ref.name] = bounds
         return ref
@@ -103,12 +105,11 @@ class Program:
         except (RuntimeError, TypeError, IndexError, ZeroDivisionError):
             return
         refs = [self.holds(x) for x in found]
-        types = {name: TensorType.replicated(DTYPE_NAMES[x.dtype], x.shape) for name, x in self.made.items()}
         op = Op(
             name=name, args=args, attrs=attrs,
-            results=tuple(Value(name=ref.name, type=types[ref.name]) for ref in refs),
+            results=tuple(Value(name=ref.name, type=self.types[ref.name]) for ref in refs),
         )  # fmt: skip
-        for made, bounds in bounds_of(BoundedCall(op, types, self.known, self.ops)).items():
+        for made, bounds in bounds_of(BoundedCall(op, self.types, self.known, self.ops)).items():
             x = self.made[made].to(torch.int64)
             assert not x.numel() or (bounds.least <= int(x.min()) and int(x.max()) <= bounds.most), (op, bounds)
             self.known[made] = bounds

@@ -26,6 +26,7 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
         self.cell = nn.GRUCell(6, 6)
+        self.register_buffer("seen", torch.zeros(16, 6))
         self.w = nn.Parameter(torch.randn(6))
 
     def forward(self, x):
@@ -42,6 +43,7 @@ def batch():
     return {{"x": torch.randn(4, {steps} + 2, 6)}}
 """
 APPEND = "h = torch.stack(ys, 1)"
+ZEROS = "o = torch.zeros_like(u) if t == 0 else o\n"
 LOOPS = {  # steps, and what follows
     "affine": ("h = torch.tanh(u[:, t] * h + u[:, t + 1])\nys.append(h)", APPEND),
     "backwards": ("h = u[:, n - t] * h + self.w\nys.insert(0, h)", APPEND),
@@ -68,6 +70,18 @@ LOOPS = {  # steps, and what follows
     "new tensors": ("h = h + h.new_zeros(6) + torch.ones(6) + torch.ones_like(self.first(h)) * u[:, t]", ""),
     "draws": ("h = F.dropout(h + u[:, t] + torch.rand(6), 0.5)", ""),
     "written rows": ("ys.append(u[:, t].exp())\nx[:, t] = self.first(ys[-1])", "h = x"),
+    "written": (f"{ZEROS}h = torch.tanh(u[:, t] * h)\no[:, t] = self.first(h)", "h = o * h[:, None]"),
+    "written parts": (f"{ZEROS}o[:, t : t + 1, ..., 1:] = self.first(u[:, t : t + 1])[..., 1:]", "h = o"),
+    "written twice": (f"{ZEROS}o[:, t % 3] = self.first(u[:, t])\no[t % 2] = o[:, t].sum()", "h = o"),
+    "written without gradient": (f"{ZEROS}o[:, t] = self.first(u[:, t]).detach()", "h = o * self.w"),
+    "gradients stopped": (f"{ZEROS}with torch.no_grad():\n    o[:, t] = self.first(u[:, t])", "h = o * self.w"),
+    "written numbers": (f"{ZEROS}o[:, t] = u[:, t]\no[t % 4] = 0.5", "h = o"),
+    "overwritten": (f"{ZEROS}o[:, t] = self.first(u[:, t])", "o[:] = self.second(o.detach())\nh = o"),
+    "overwritten in the loop": (f"{ZEROS}o[:] = self.first(u[:, t, None])", "h = o"),
+    "written into a view": (f"{ZEROS}o.view(-1)[t] = self.first(u[:, t]).sum()", "h = o"),
+    "views of written": (f"{ZEROS}r = o[0]\no[:, t] = self.first(u[:, t])", "h = r * self.w"),
+    "other type": (f"{ZEROS}o[:, t] = self.first(u[:, t]).double()", "h = o"),
+    "written into a buffer": ("self.seen[t] = u[:, t].mean(0).detach()\nh = h + u[:, t]", "h = h * self.seen.sum()"),
     "rows read and written": ("x[:, t + 1] = self.first(x[:, t]) + x[:, t + 1]", "h = x"),
     "changed in place": ("h = h + u[:, t]\nh.mul_(self.w)\nys.append(h)", APPEND),
     "view changed later": ("ys.append(u[:, t])", "ys[-1].add_(self.second(h))\nh = u"),

@@ -9,9 +9,9 @@ tensors are the same. The place of an index may move from call to call; nodes th
 calls before. Python runs all steps, so that nothing is assumed of the user's code.
 
 A copied result is a tensor of its own with the type of the traced one. Its autograd graph has one node, with an edge to
-each operand whose gradient the traced call gives; this suffices to find the leaves behind a loss. Where more is needed,
-the model is traced without copies: for gradients within forward, and for changes in place of a tensor that has copied
-views, or of such a view.
+each operand whose gradient the traced call gives; this suffices to find the leaves behind a loss. A copied write of
+rows (`y[:, t] = h`) gives the tensor such a node. Where more is needed, the model is traced without copies: for
+gradients within forward, and for changes in place of a tensor that has copied views, or of such a view.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from partc.torch_private import (
 EQUAL = 2  # the fewest traced calls with equal nodes before one is copied; an index needs one more
 _EXACT = (bool, int, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _AS_TEXT = (float, complex)  # 0.0 == -0.0
+_INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
+_COPY = torch.ops.aten.copy_.default
 _SEQUENCES = (tuple, list, torch.Size)
 # The graph or the results of operations with these tags depend on more than their operands.
 _VARYING = frozenset(
@@ -93,6 +95,16 @@ class _Result:
     view_of: int | None  # the operand whose memory it shares
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InPlaceChange:
+    """A change in place of the first operand: the changes of its version, and the operands to which gradients go from
+    then on, if these change.
+    """
+
+    versions: int
+    reach: tuple[int, ...]
+
+
 _Form = tuple[Any, Any, Any]  # the target of a node, its arguments and its named arguments
 
 
@@ -106,10 +118,11 @@ class _Traced:
     container: type | None
     results: tuple[_Result | _Operand, ...]
     kept: tuple[tuple[int, int], ...]  # operands that a node returns, with the node
+    write: _InPlaceChange | None
 
     def returns_like(self, other: _Traced) -> bool:
         """Whether the results of two calls are equal."""
-        mine, others = ((each.container, each.results, each.kept) for each in (self, other))
+        mine, others = ((each.container, each.results, each.kept, each.write) for each in (self, other))
         return mine == others
 
 
@@ -136,6 +149,7 @@ class _GivenCall:
     tensors: list[Tensor]
     nodes: list[fx.Node]
     places: tuple[int, ...]
+    writes: bool  # whether the call changes its first operand in place
 
 
 class CopiedCalls:
@@ -162,7 +176,8 @@ class CopiedCalls:
                     return self._copied(kind, call)
         except _Unfit:
             return func(*args, **kwargs)
-        before = self._tracer.graph._root.prev
+        with without_overriding():
+            before = _CallStart(self._tracer.graph._root.prev, call)
         made = func(*args, **kwargs)
         with without_overriding():
             self._record(func, call, before, made)
@@ -184,15 +199,17 @@ class CopiedCalls:
             self._tracer, self._above = now, above
         if now is None or now is not self._tracer or above != self._above:
             raise _Unfit
-        call = _GivenCall(None, [], [], ())
+        call = _GivenCall(None, [], [], (), func is Tensor.__setitem__)
         places: dict[int, int] = {}
         moving = None
-        if func is Tensor.__getitem__ and len(args) == 2 and not kwargs and isinstance(args[0], Tensor):
+        if func in _INDEXING and not kwargs and isinstance(args[0], Tensor):
             moving = _index_key(args[0], args[1], places)
-        given = (self._key(args[0], call), moving) if moving is not None else self._key((args, kwargs), call)
+        if moving is not None:
+            args = (args[0], *args[2:])
+        given = moving, self._key((args, kwargs), call)
         call.key = (func, given, *self._tensor_keys(call), _modes(), *self._lines(frame))
         call.places = tuple(places)
-        if not call.tensors:
+        if not call.tensors or (call.writes and call.tensors[0]._is_view()):
             raise _Unfit
         return call
 
@@ -226,7 +243,8 @@ class CopiedCalls:
                 raise _Unfit
             yield (
                 call.nodes.index(call.nodes[place]), x.dtype, x.shape, x.stride(), x.fake_device, x.requires_grad,
-                x.is_leaf, x._version, x.is_conj(), x.is_neg(), x.is_inference(), said_class(x),
+                x.is_leaf, -1 if call.writes and not place else x._version, x.is_conj(), x.is_neg(),
+                x.is_inference(), said_class(x),
             )  # fmt: skip
 
     def _lines(self, frame: FrameType | None) -> Iterator[int]:
@@ -239,7 +257,7 @@ class CopiedCalls:
 
     # -- recording -------------------------------------------------------------------------------
 
-    def _record(self, func: Callable[..., Any], call: _GivenCall, before: fx.Node, made: Any) -> None:
+    def _record(self, func: Callable[..., Any], call: _GivenCall, before: _CallStart, made: Any) -> None:
         try:
             traced = self._traced(func, call, before, made)
         except _Unfit:
@@ -255,10 +273,10 @@ class CopiedCalls:
         fixed = dict(enumerate(traced.places))
         self._kinds[call.key] = found or _Kind(last=traced, forms=traced.forms, fixed=fixed)
 
-    def _traced(self, func: Callable[..., Any], call: _GivenCall, before: fx.Node, made: Any) -> _Traced:
+    def _traced(self, func: Callable[..., Any], call: _GivenCall, before: _CallStart, made: Any) -> _Traced:
         """The traced call. Raises _Unfit unless it is a pure function of its operands."""
         container = None if isinstance(made, Tensor) else type(made)
-        if container not in (None, tuple, list):
+        if container not in (None, tuple, list) and not call.writes:
             self._functions.add(func)
             raise _Unfit
         known: dict[fx.Node, Any] = {}
@@ -266,26 +284,39 @@ class CopiedCalls:
             known.setdefault(node, _Operand(number))
         nodes: list[fx.Node] = []
         forms: list[tuple[Any, Any, Any]] = []
-        node = before.next
+        node = before.node.next
         while node is not self._tracer.graph._root:
-            if node.op != "call_function" or not _is_pure(node.target) or "val" not in node.meta:
+            allowed = _is_pure(node.target) or (call.writes and node.target is _COPY)
+            if node.op != "call_function" or not allowed or "val" not in node.meta:
                 raise _Unfit
             forms.append((node.target, _form(node.args, known), _form(node.kwargs, known)))
             known[node] = _Made(len(nodes))
             nodes.append(node)
             node = node.next
-        leaves = (made,) if container is None else made
+        leaves = () if call.writes else (made,) if container is None else made
         results: tuple[_Result | _Operand, ...] = tuple(self._result(x, call, known) for x in leaves)
         new = [(x, each) for x, each in zip(leaves, results, strict=True) if isinstance(each, _Result)]
         separate = [_memory(x) for x, each in new if each.view_of is None]
-        if not leaves or len({each.node for _, each in new}) < len(new) or len({*separate}) < len(separate):
+        if (
+            (not leaves and not call.writes)
+            or len({each.node for _, each in new}) < len(new)
+            or len({*separate}) < len(separate)
+        ):
             raise _Unfit
         kept: list[tuple[int, int]] = []
         for number, x in enumerate(call.tensors):
             last = self._tracer.tensor_tracker[x].proxy.node
             if last is not call.nodes[number]:
                 kept.append((number, known[last].number))
-        return _Traced(call.places, tuple(nodes), tuple(forms), container, results, tuple(kept))
+        return _Traced(
+            call.places,
+            tuple(nodes),
+            tuple(forms),
+            container,
+            results,
+            tuple(kept),
+            before.write(call) if call.writes else None,
+        )
 
     def _result(self, x: Any, call: _GivenCall, known: Mapping[fx.Node, Any]) -> _Result | _Operand:
         for number, given in enumerate(call.tensors):
@@ -297,7 +328,7 @@ class CopiedCalls:
             raise _Unfit
         if x.is_conj() or x.is_neg() or x.is_inference() or _is_stale_view(x):
             raise _Unfit
-        reach = _reach(x, call.tensors) if x.requires_grad else ()
+        reach = _reach(x, _edges(call.tensors)) if x.requires_grad else ()
         shared = (number for number, given in enumerate(call.tensors) if _memory(given) == _memory(x))
         return _Result(
             node=made.number,
@@ -327,6 +358,9 @@ class CopiedCalls:
             nodes.append(node)
         for number, place in traced.kept:
             track(self._tracer, call.tensors[number], nodes[place])
+        if traced.write is not None:
+            self._written(traced.write, call)
+            return None
         made = [
             call.tensors[result.number] if isinstance(result, _Operand) else self._made(result, call, nodes)
             for result in traced.results
@@ -343,6 +377,14 @@ class CopiedCalls:
             x = with_node(_Copied, [x], self, *(call.tensors[number] for number in result.reach))
         track(self._tracer, x, nodes[result.node])
         return x
+
+    def _written(self, write: _InPlaceChange, call: _GivenCall) -> None:
+        x, *_ = call.tensors
+        version = x._version + write.versions
+        if write.reach:
+            with_node(_Written, self, x, *(call.tensors[number] for number in write.reach if number))
+        for _ in range(version - x._version):
+            torch.autograd.graph.increment_version(x)
 
     # -- changes in place ------------------------------------------------------------------------
 
@@ -388,6 +430,42 @@ class _Copied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         ctx.calls.refuse()
+
+
+class _Written(torch.autograd.Function):
+    """The node of a tensor that a copied call has changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, calls: CopiedCalls, x: Tensor, *_: Tensor) -> Tensor:
+        ctx.calls = calls
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        ctx.calls.refuse()
+
+
+class _CallStart:
+    """The state before a traced call: the last node, and the operands in the autograd graph."""
+
+    def __init__(self, node: fx.Node, call: _GivenCall) -> None:
+        self.node = node
+        self._version = 0
+        self._grad_fn: Any = None
+        self._edges: _Edges | None = None
+        if call.writes:
+            x = call.tensors[0]
+            self._version, self._grad_fn, self._edges = x._version, x.grad_fn, _edges(call.tensors)
+
+    def write(self, call: _GivenCall) -> _InPlaceChange:
+        """The change of the call's first operand."""
+        x = call.tensors[0]
+        assert self._edges is not None
+        reach = () if x.grad_fn is self._grad_fn else _reach(x, self._edges)
+        if reach and reach[0] and self._grad_fn is not None:  # the earlier values are overwritten
+            raise _Unfit
+        return _InPlaceChange(versions=x._version - self._version, reach=reach)
 
 
 # -- forms of nodes ------------------------------------------------------------------------------
@@ -522,8 +600,11 @@ def _modes() -> tuple[Any, ...]:
     )
 
 
-def _reach(x: Tensor, operands: Sequence[Tensor]) -> tuple[int, ...]:
-    """The operands behind a tensor in the autograd graph, by number. Raises _Unfit if it has other leaves."""
+_Edges = tuple[Mapping[Any, int], Mapping[int, int]]  # operands by their edges, and leaves by their identities
+
+
+def _edges(operands: Sequence[Tensor]) -> _Edges:
+    """The operands in the autograd graph."""
     edges: dict[Any, int] = {}
     leaves: dict[int, int] = {}
     for number, operand in enumerate(operands):
@@ -531,6 +612,12 @@ def _reach(x: Tensor, operands: Sequence[Tensor]) -> tuple[int, ...]:
             edges.setdefault((operand.grad_fn, operand.output_nr), number)
         elif operand.requires_grad:
             leaves[id(operand)] = number
+    return edges, leaves
+
+
+def _reach(x: Tensor, operands: _Edges) -> tuple[int, ...]:
+    """The operands behind a tensor in the autograd graph, by number. Raises _Unfit if it has other leaves."""
+    edges, leaves = operands
     if x.grad_fn is None:
         raise _Unfit
     found: set[int] = set()

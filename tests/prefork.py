@@ -72,7 +72,7 @@ class Server:
     """One that is started with the first command, and ends when whoever made it does."""
 
     def __init__(self) -> None:
-        self.processor_seconds = 0.0  # of all commands that have ended
+        self.processor_seconds = 0.0  # of all commands that have ended; 0 once the server has ended
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._place = ""
@@ -110,6 +110,7 @@ class Server:
     def close(self) -> None:
         if self._process is not None:
             self._process.communicate()
+            self.processor_seconds = 0.0  # the system now counts all of them with those of the server
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -163,7 +164,7 @@ class Ranks:
 
 
 def serve(place: str) -> NoReturn:
-    """Fork for every connection: a keeper that waits for the command, which is a process of its own."""
+    """Fork a process for the command of every connection, and answer there with its end."""
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             __import__(name)
@@ -171,20 +172,52 @@ def serve(place: str) -> NoReturn:
     _note_files_of_modules()
     gc.collect()
     gc.freeze()  # children search what they allocate alone
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    ended, wakes = socket.socketpair()
+    for each in (ended, wakes):
+        each.setblocking(False)
+    signal.set_wakeup_fd(wakes.fileno())
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # wakes the server
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(place)
     listener.listen(64)
     print("ready", flush=True)
+    running: dict[int, socket.socket] = {}
     while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        ready, _, _ = select.select([listener, ended, sys.stdin], [], [])
         if sys.stdin in ready:
             sys.exit()
-        connection, _ = listener.accept()
-        if os.fork() == 0:
-            listener.close()
-            _keep(connection)
-        connection.close()
+        if ended in ready:
+            ended.recv(1024)
+            _answer_ends(running)
+        if listener in ready:
+            connection, _ = listener.accept()
+            with connection.makefile("r") as lines:
+                line = lines.readline()
+            if not line:  # a client that ended
+                connection.close()
+                continue
+            job = json.loads(line)
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for other in (listener, ended, wakes, connection, *running.values()):
+                    other.close()
+                os._exit(run_command(job))
+            running[pid] = connection
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.sendall(f"{pid}\n".encode())
+
+
+def _answer_ends(running: dict[int, socket.socket]) -> None:
+    """Tell the connections of commands that have ended their exit code and processor seconds."""
+    while running:
+        pid, status, used = os.wait4(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        with running.pop(pid) as connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            spent = used.ru_utime + used.ru_stime
+            connection.sendall(f"{os.waitstatus_to_exitcode(status)} {spent}\n".encode())
 
 
 def _note_files_of_modules() -> None:
@@ -208,23 +241,6 @@ def _compile_once() -> None:
         return code
 
     SourceFileLoader.source_to_code = found  # type: ignore[method-assign, assignment]
-
-
-def _keep(connection: socket.socket) -> NoReturn:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with connection.makefile("rw") as talk:
-        job = json.loads(talk.readline())
-        pid = os.fork()
-        if pid == 0:
-            connection.close()
-            os._exit(run_command(job))
-        talk.write(f"{pid}\n")
-        talk.flush()
-        _, status, used = os.wait4(pid, 0)
-        with contextlib.suppress(BrokenPipeError):
-            talk.write(f"{os.waitstatus_to_exitcode(status)} {used.ru_utime + used.ru_stime}\n")
-            talk.flush()
-    os._exit(0)
 
 
 def run_command(job: Mapping[str, Any]) -> int:

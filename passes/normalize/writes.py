@@ -8,6 +8,7 @@ One join replaces a chain of writes to different slices if nothing reads the ten
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,28 +18,50 @@ from partc.ir.program import Arg, Graph, Op, Ref, Value
 from partc.rules.rule import integers
 
 
+class _WriteChain:
+    """Writes to different elements along one dimension. Their bounds are in order."""
+
+    def __init__(self, op: Op) -> None:
+        self.ops: list[Op] = []
+        self._dim = (_bounds(op) or (0, 0, 0))[0]
+        self._firsts: list[int] = []
+        self._lasts: list[int] = []
+        self.add(op)
+
+    def add(self, op: Op) -> bool:
+        """Add a write, unless it is along another dimension, or to elements that an earlier one replaces."""
+        dim, first, last = _bounds(op) or (0, 0, 0)
+        place = bisect_right(self._lasts, first)  # of the first write that ends behind the start of this one
+        if dim != self._dim or (place < len(self._firsts) and self._firsts[place] < last):
+            return False
+        self._firsts.insert(place, first)
+        self._lasts.insert(place, last)
+        self.ops.append(op)
+        return True
+
+
 def with_joins(graph: Graph) -> Graph:
     """The graph without writes of consecutive elements."""
     writes = {op.result.name: op for op in graph.ops if _bounds(op) is not None}
     if not writes:
         return graph
     reads = Counter(name for op in graph.ops for name in op.refs()) + Counter(graph.outputs)
-    chains: dict[str, tuple[Op, ...]] = {}  # result -> the chain of writes that leads to it from an unwritten tensor
+    chains: dict[str, _WriteChain] = {}  # result -> the chain of writes that leads to it from an unwritten tensor
     continued: set[str] = set()
     for name, op in writes.items():
-        before = chains.get(next(op.refs()), ())
-        extends = bool(before) and reads[before[-1].result.name] == 1 and not any(_overlap(op, each) for each in before)
-        chains[name] = (*before, op) if extends else (op,)
-        if extends:
-            continued.add(before[-1].result.name)
-            del chains[before[-1].result.name]
+        read = next(op.refs())
+        if read in chains and reads[read] == 1 and chains[read].add(op):
+            continued.add(read)
+            chains[name] = chains.pop(read)
+        else:
+            chains[name] = _WriteChain(op)
     taken = {*graph.definitions()}
     ops: list[Op] = []
     for op in graph.ops:
         if not op.results or op.results[0].name not in writes:
             ops.append(op)
         elif op.result.name not in continued:
-            ops.extend(_joined(chains[op.result.name], taken))
+            ops.extend(_joined(tuple(chains[op.result.name].ops), taken))
     return replace(graph, ops=tuple(ops))
 
 
@@ -48,13 +71,6 @@ def _bounds(op: Op) -> tuple[int, int, int] | None:
         return None
     dim, first, last, _ = integers(op.args[2:])
     return dim, first, last
-
-
-def _overlap(a: Op, b: Op) -> bool:
-    """Whether the writes are along different dimensions, or to common elements."""
-    one, other = _bounds(a), _bounds(b)
-    assert one is not None and other is not None
-    return one[0] != other[0] or (one[1] < other[2] and other[1] < one[2])
 
 
 def _joined(chain: tuple[Op, ...], taken: set[str]) -> Iterator[Op]:

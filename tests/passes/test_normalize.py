@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,9 +19,11 @@ from partc import fuel
 from partc.errors import PartcError
 from partc.frontend.trace import trace_model
 from partc.ir.interpreter import evaluate_program
+from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
-from partc.ir.program import Op, Program
+from partc.ir.program import Graph, Op, Program, Ref, TensorType, Value
 from partc.passes.normalize import normalize
+from partc.passes.normalize.writes import with_joins
 from partc.passes.outline import outline
 from partc.passes.simplify import simplify
 from partc.runtime.train.precision import computing_in
@@ -508,3 +512,36 @@ def test_fuel_stops_rewrites(monkeypatch: pytest.MonkeyPatch) -> None:
     found = names(check(Function(FUNCTIONS["tanh gelu"][0]), X))
     assert "gelu" not in found
     assert "tanh" in found
+
+
+def test_joins_of_many_writes_take_time_in_their_number() -> None:
+    def calls(count: int) -> int:
+        """The calls of Python functions that the join of `count` writes takes."""
+        row, whole = (TensorType(dtype="f32", layout=Layout.replicated(shape)) for shape in ((1,), (count,)))
+        names = [f"y{number}" for number in range(count + 1)]
+        ops = [
+            Op(
+                name="slice_scatter",
+                args=(Ref(one), Ref(f"a{place}"), 0, place, place + 1, 1),
+                results=(Value(name=other, type=whole),),
+            )
+            for place, (one, other) in enumerate(pairwise(names))
+        ]
+        inputs = (Value(name="y0", type=whole), *(Value(name=f"a{place}", type=row) for place in range(count)))
+        found = 0
+
+        def counted(_: Any, event: str, __: Any) -> None:
+            nonlocal found
+            found += event == "call"
+
+        graph = Graph(inputs=inputs, ops=tuple(ops), outputs=(names[-1],))
+        before = sys.getprofile()
+        sys.setprofile(counted)
+        try:
+            joined = with_joins(graph)
+        finally:
+            sys.setprofile(before)
+        assert [op.name for op in joined.ops] == ["cat"]
+        return found
+
+    assert calls(400) < 2.5 * calls(200)

@@ -16,6 +16,7 @@ gradients within forward, and for changes in place of a tensor that has copied v
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,8 @@ _EXACT = (bool, int, str, type(None), type(...), torch.dtype, torch.device, torc
 _AS_TEXT = (float, complex)  # 0.0 == -0.0
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 _COPY = torch.ops.aten.copy_.default
+# Functions with these flags run in frames that go on at several places of their callers.
+_RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _SEQUENCES = (tuple, list, torch.Size)
 # The graph or the results of operations with these tags depend on more than their operands.
 _VARYING = frozenset(
@@ -163,6 +166,9 @@ class CopiedCalls:
         self._tracer: Any = None
         self._above: Any = None
         self._codes: dict[int, CodeType] = {}  # keeps them alive, because keys have their identities
+        self._frame: FrameType | None = None  # that made the last call, and the number of the lines that lead to it
+        self._around = 0
+        self._lines_around: dict[tuple[int, ...], int] = {}
         self._functions: set[Any] = set()  # functions that return no tensors
         self._viewed: dict[int, torch.UntypedStorage] = {}  # of tensors with copied views, and of these views
 
@@ -248,12 +254,25 @@ class CopiedCalls:
             )  # fmt: skip
 
     def _lines(self, frame: FrameType | None) -> Iterator[int]:
-        """The lines that lead to a call, from inside to outside."""
+        """The line that makes a call, and the number of the lines that lead to it."""
+        if frame is not None and frame.f_code.co_filename != self._runner:
+            yield self._code(frame)
+            yield frame.f_lasti
+            if frame is not self._frame:  # the frames around one that runs stay where they are
+                self._frame = None if frame.f_code.co_flags & _RESUMED else frame
+                outer = tuple(self._outer_lines(frame.f_back))
+                self._around = self._lines_around.setdefault(outer, len(self._lines_around))
+            yield self._around
+
+    def _outer_lines(self, frame: FrameType | None) -> Iterator[int]:
         while frame is not None and frame.f_code.co_filename != self._runner:
-            self._codes[id(frame.f_code)] = frame.f_code
-            yield id(frame.f_code)
+            yield self._code(frame)
             yield frame.f_lasti
             frame = frame.f_back
+
+    def _code(self, frame: FrameType) -> int:
+        self._codes[id(frame.f_code)] = frame.f_code
+        return id(frame.f_code)
 
     # -- recording -------------------------------------------------------------------------------
 
@@ -411,7 +430,8 @@ class CopiedCalls:
         raise UncopiedError
 
     def check(self) -> None:
-        """Raise UncopiedError if it has been raised before."""
+        """Raise UncopiedError if it has been raised before. No calls follow."""
+        self._frame = None
         if self._refused:
             raise UncopiedError
 

@@ -53,7 +53,7 @@ from partc.passes.sequences import (
 from partc.rules import OpRule, is_users, resolve
 from partc.rules.local import SHAPES
 from partc.rules.rule import Dims
-from partc.rules.shapes import slice_bounds
+from partc.rules.shapes import copies, slice_bounds
 from partc.rules.strided_cuts import tensors
 from partc.sharding.choices import weight_axes
 from partc.sharding.pins import Pin
@@ -283,6 +283,8 @@ class _LongerRegion:
         place = SHAPES.get(op.name)
         if place is not None:
             new = replace(new, args=(*new.args[:place], new.result.type.shape, *new.args[place + 1 :]))
+        if op.name == "repeat":
+            new = replace(new, args=(new.args[0], copies(self._type(next(new.refs())).shape, new.result.type.shape)))
         if op.name in RANDOM:
             new = self._drawing(new, op, rule, made[0])
         self.ops.append(new)

@@ -86,6 +86,15 @@ def _lookup(op: Op, sizes: Sizes) -> Op:
     return replace(op, attrs=tuple(item for item in op.attrs if item[0] != "groups"))
 
 
+def _repeat(op: Op, sizes: Sizes) -> Op:
+    """Divide each number of copies by the ranks that cut it."""
+    counts = [*integers(argument(op, 1, "repeats"))]
+    for choice in op.choices:
+        if choice.factor in (cut := [f"c{dim}" for dim in range(len(counts))]):
+            counts[cut.index(choice.factor)] //= sizes[choice.axis]
+    return replace(op, args=(op.args[0], tuple(counts)), attrs=())
+
+
 def _repeat_interleave(op: Op, sizes: Sizes) -> Op:
     """Replace the size of the dimension by the local size."""
     dim = argument(op, 2, "dim")
@@ -130,5 +139,6 @@ _LOCAL: dict[str, Callable[[Op, Sizes], Op]] = {
     "embedding": _lookup,
     "split": _split,
     "slice": _slice,
+    "repeat": _repeat,
     "repeat_interleave": _repeat_interleave,
 }

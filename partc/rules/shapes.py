@@ -426,14 +426,19 @@ def slice_bounds(op: Op, shape: Sequence[int]) -> tuple[int, int, int, int]:
 
 
 def repeat(op: Op, types: Types) -> OpRule:
-    """repeat(x, counts): each result dimension is [count, size]; `count` stays whole."""
+    """repeat(x, counts): each result dimension is [count, size]; copies may be cut."""
     shape, whole = types[0].shape, op.results[0].type.shape
     new = len(whole) - len(shape)
     dims, sizes = named_dims(shape)
-    counts = integers(argument(op, 1, "repeats"))
-    sizes.update((f"c{i}", count) for i, count in enumerate(counts))
+    sizes.update((f"c{i}", count) for i, count in enumerate(copies(shape, whole)))
     result = tuple((f"c{i}", *(dims[i - new] if i >= new else ())) for i in range(len(whole)))
-    return make([(dims, types[0])], [result], sizes, blocked={f"c{i}" for i in range(len(whole))}, linear=[(0,)])
+    return make([(dims, types[0])], [result], sizes, linear=[(0,)])
+
+
+def copies(shape: Sequence[int], made: Sequence[int]) -> tuple[int, ...]:
+    """The number of copies in each dimension of a tensor that `repeat` makes of one with this shape."""
+    before = (*(1,) * (len(made) - len(shape)), *shape)
+    return tuple(size // part if part else 1 for size, part in zip(made, before, strict=True))
 
 
 def repeat_interleave(op: Op, types: Types) -> OpRule | None:

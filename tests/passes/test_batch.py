@@ -28,18 +28,19 @@ class Block(nn.Module):
 
 
 class Positions(nn.Module):
-    """Makes masks, positions and slopes for every example in forward, as OPT, BLOOM and Swin do."""
+    """Makes positions, slopes and a probe for every example in forward, as OPT, BLOOM and SigLIP do."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(11, WIDTH), nn.Embedding(LENGTH + 1, WIDTH)
+        self.probe = nn.Parameter(torch.randn(1, 1, WIDTH))
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, 11)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         places = torch.ones(ids.shape).cumsum(1)
         slopes = torch.arange(1, HEADS + 1)[:, None, None] * places[:, None, None, :] / -4
-        x = self.words(ids) + self.places(places.long())
+        x = self.words(ids) + self.places(places.long()) + self.probe.repeat(ids.shape[0], LENGTH, 1)
         for block in self.blocks:
             x = block(x, slopes)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())

@@ -171,6 +171,15 @@ def _permuted(known: _Operation) -> Results:
     return (Inferred(replace(layout, dims=tuple(layout.dims[dim] for dim in integers(known.op.args[1])))),)
 
 
+def _repeated(known: _Operation) -> Results:
+    """Where a rank has one copy, local shapes do not show whether the copies of a dimension are cut."""
+    layout, shape = known.layouts[0], known.shapes[0]
+    before = (*(1,) * (len(shape) - len(layout.dims)), *layout.local_shape(known.sizes))
+    dims = (*(((SubDim(1),),) * (len(shape) - len(layout.dims))), *layout.dims)
+    found = (dim if size == own else (SubDim(size),) for dim, size, own in zip(dims, shape, before, strict=True))
+    return (Inferred(Layout(tuple(found), layout.partial), open=frozenset(range(len(shape)))),)
+
+
 def _divided(known: _Operation) -> Results | None:
     op = known.op
     if not isinstance(op.args[1], int) or not op.result.type.layout.partial:
@@ -271,6 +280,7 @@ _SPECIAL: Mapping[str, _Special] = {
     "permute_rows": _permuted_rows,
     "expert_order": lambda known: (Inferred(known.layouts[0]),) * 3,
     "reshape": lambda known: (reshaped(known.layouts[0], known.shapes[0], known.sizes),),
+    "repeat": _repeated,
     "div": _divided,
     "embedding_shard": _embedding_shard,
     "embedding_shard_backward": _embedding_shard_backward,

@@ -22,20 +22,20 @@ come from no input, as the positions of OPT do, operations are cut as their read
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from partc.errors import PartcError
 from partc.ir.gradients import input_only
-from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
+from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Varying
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.naming import unique
 from partc.ir.operations import RANDOM
 from partc.ir.program import FLOATING, Call, Choice, Op, Program, Region, TensorType, Value
-from partc.rules import PARTIAL, Factor, OpRule, placements
+from partc.passes.batch.by_readers import cut_as_read, divides, factor_at, with_cut_values
+from partc.rules import PARTIAL, OpRule, placements
 from partc.rules.tried import rule_of
 from partc.sharding.choices import batch_axes
-from partc.sharding.disjoint_sets import DisjointSets
 
 _BAGS = frozenset({"bag_sum", "bag_max"})
 
@@ -62,68 +62,9 @@ def batch(program: Program) -> Program:
         if walk.demanded <= summed:
             apart, made = _split_off(program, result, summed) if program.sizes[TIME_AXIS] > 1 else (program, set())
             if apart is program:
-                return _with_cut_constants(result, axes)
+                return with_cut_values(result, axes, summed)
             program, walk.demanded = apart, made
         summed |= walk.demanded
-
-
-def _with_cut_constants(program: Program, axes: tuple[str, ...]) -> Program:
-    """Keep a rank's part of each constant that all its readers cut alike, such as the biases of every example."""
-    ranks = tuple(axis for axis in axes if axis != TIME_AXIS)
-    regions = {region.name: region for region in program.regions}
-    constants = {name for call in program.calls if regions[call.region].phase == "setup" for name in call.results}
-    if not ranks or not constants:
-        return program
-    given: dict[tuple[str, int], list[str]] = {}  # an input, by region and position -> what calls pass there
-    for call in program.calls:
-        for index, name in enumerate(call.args):
-            given.setdefault((call.region, index), []).append(name)
-    alike: DisjointSets[str] = DisjointSets()  # values that must have one layout
-    for names in given.values():
-        for name in names:
-            alike.join(names[0], name)
-    wanted: dict[str, set[Placement | None]] = {}
-    for name in {*program.value_types()} - constants | {*program.returned}:
-        wanted.setdefault(alike.of(name), set()).add(None)
-    for (region, index), (first, *_) in given.items():
-        wanted.setdefault(alike.of(first), set()).add(_wanted(regions[region], index))
-    types, kept, placed = program.value_types(), dict[str, Layout](), dict[str, Placement]()
-    for name in sorted(constants):
-        (placement, *others) = wanted.get(alike.of(name), {None})
-        if isinstance(placement, Shard) and not others:
-            layout = Layout.build(types[name].shape, dict.fromkeys(ranks, placement), program.sizes)
-            if layout is not None:
-                kept[name], placed[name] = layout, placement
-
-    def cut(value: Value, name: str) -> Value:
-        return replace(value, type=replace(value.type, layout=kept[name])) if name in kept else value
-
-    def read(region: Region) -> Region:
-        graph = region.forward
-        names = (given[region.name, index][0] for index in range(len(graph.inputs)))
-        graph = replace(graph, inputs=tuple(map(cut, graph.inputs, names)))
-        if region.phase == "setup":
-            (call,) = program.calls_to(region.name)
-            parts = {output: placed.get(name) for output, name in zip(graph.outputs, call.results, strict=True)}
-            graph = replace(graph, ops=tuple(_cut_as_read(graph.ops, region.types(graph), parts, ranks, program.sizes)))
-        return replace(region, forward=graph)
-
-    values = tuple(cut(value, value.name) for value in program.values)
-    return replace(program, regions=tuple(map(read, program.regions)), values=values)
-
-
-def _wanted(region: Region, index: int) -> Placement | None:
-    """The placement on the batch axes that all operations of a region require of an input; None if they differ."""
-    graph, name = region.forward, region.forward.inputs[index].name
-    types = region.types(graph)
-    found: set[Placement | None] = {None for output in graph.outputs if output == name}
-    for op in graph.ops:
-        if name in op.refs():
-            rule = rule_of(op, types)
-            required = placements(op, rule, op.choices[0])[0] if rule is not None and op.choices else ()
-            positions = [position for position, ref in enumerate(op.refs()) if ref == name]
-            found.update(required[position] if required else None for position in positions)
-    return found.pop() if len(found) == 1 else None
 
 
 def _called_apart(program: Program, name: str, value: str) -> tuple[Program, set[str]]:
@@ -432,7 +373,7 @@ class _Walk:
             )
             ops.append(replace(op, results=results))
         if not step:
-            ops = _cut_as_read(ops, types, dict.fromkeys(region.forward.outputs), self.axes, self.program.sizes)
+            ops = cut_as_read(ops, types, dict.fromkeys(region.forward.outputs), self.axes, self.program.sizes)
         typed = lambda value: replace(value, type=self._typed(value.type, placed[value.name], value.name, None))  # noqa: E731
         forward = replace(region.forward, inputs=tuple(map(typed, region.forward.inputs)), ops=tuple(ops))
         phase = "step" if step else region.phase
@@ -492,12 +433,12 @@ class _Walk:
         ]
         names = list(op.refs())
         if rule is not None and cut:
-            found = {_factor_at(rule.operands[index], rule, placement) for index, placement in cut}
+            found = {factor_at(rule.operands[index], rule, placement) for index, placement in cut}
             factors = {factor.name: factor for factor in rule.factors}
             if (
                 len(found) == 1
                 and (only := found.pop())
-                and _divides(factors[only[0]], only[1], self.axes, self.program.sizes)
+                and divides(factors[only[0]], only[1], self.axes, self.program.sizes)
             ):
                 self.demanded.update(arguments[names[index]] for index in partial if names[index] in arguments)
                 whole = tuple(names[index] for index in partial)
@@ -556,74 +497,6 @@ class _Walk:
         return replace(type, layout=layout)
 
 
-def _cut_as_read(
-    ops: Sequence[Op],
-    types: Mapping[str, TensorType],
-    wanted: Mapping[str, Placement | None],
-    axes: Sequence[str],
-    sizes: Sizes,
-) -> list[Op]:
-    """The operations; one that no operand cuts, such as an embedding of the positions of every example, is cut as all
-    readers of its results cut them. `wanted` has the placements of values that are read elsewhere; None: whole.
-    """
-    readers: dict[str, set[Placement | None]] = {name: {placement} for name, placement in wanted.items()}
-    found: list[Op] = []
-    for op in reversed(ops):
-        rule = rule_of(op, types)
-        if rule is not None and all(choice.factor is None for choice in op.choices):
-            op = _cut_by_readers(op, rule, readers, axes, sizes)
-        names = [*op.refs()]
-        required: tuple[Placement | None, ...] = (None,) * len(names)
-        if rule is not None and op.choices:
-            required = placements(op, rule, op.choices[0])[0]
-        for name, placement in zip(names, required, strict=True):
-            readers.setdefault(name, set()).add(placement)
-        found.append(op)
-    return found[::-1]
-
-
-def _cut_by_readers(
-    op: Op, rule: OpRule, readers: Mapping[str, set[Placement | None]], axes: Sequence[str], sizes: Sizes
-) -> Op:
-    """The operation, cut as all readers of its results cut them, if they agree and a factor allows it."""
-    wanted = {index: readers[value.name] for index, value in enumerate(op.results) if value.name in readers}
-    index, (placement, *others) = next(iter(wanted.items()), (0, (None,)))
-    if others or not isinstance(placement, Shard):
-        return op
-    factor = _factor_at(rule.results[index], rule, placement)
-    if factor is None or not _divides(rule.factor(factor[0]), factor[1], axes, sizes):
-        return op
-    choices = tuple(Choice(axis=axis, factor=factor[0], outer=factor[1]) for axis in axes)
-    made = placements(op, rule, choices[0])[1]
-    if any(not isinstance(place, Shard) or wanted.get(index, {place}) != {place} for index, place in enumerate(made)):
-        return op
-    results = [
-        replace(value, type=replace(value.type, layout=layout))
-        for value, place in zip(op.results, made, strict=True)
-        if (layout := Layout.build(value.type.shape, dict.fromkeys(axes, place), sizes)) is not None
-    ]
-    return replace(op, choices=choices, results=tuple(results)) if len(results) == len(made) else op
-
-
-def _divides(factor: Factor, outer: int, axes: Sequence[str], sizes: Sizes) -> bool:
-    """Whether the batch axes together divide a factor: 4 ranks divide a batch of 24, but not the 2 of its view 2 x
-    12.
-    """
-    ways = math.prod(sizes[axis] for axis in axes)
-    return factor.kind != "blocked" and factor.size // outer % ways == 0
-
-
 def _is_list(type: TensorType) -> bool:
     """Whether a batch entry is a list of integers, such as offsets, that may be replicated on all ranks."""
     return len(type.shape) == 1 and type.dtype not in FLOATING
-
-
-def _factor_at(dims: Sequence[Sequence[str]], rule: OpRule, placement: Shard) -> tuple[str, int] | None:
-    """The factor, and the cut inside it, that a shard of a tensor cuts; `dims` has the factors of its dimensions."""
-    sizes = {factor.name: factor.size for factor in rule.factors}
-    before = 1
-    for name in dims[placement.dim]:
-        if placement.outer % before == 0 and placement.outer < before * sizes[name]:
-            return name, placement.outer // before
-        before *= sizes[name]
-    return None

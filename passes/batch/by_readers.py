@@ -1,0 +1,170 @@
+"""Cuts of values that have a row for each example, but from no input: they are cut as all their readers cut them.
+
+Such are positions and biases that forward makes of constants, and times that it draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from partc.ir.layout import Layout, Placement, Replicated, Shard, Sizes, Varying
+from partc.ir.mesh import TIME_AXIS
+from partc.ir.program import Choice, Op, Program, Region, TensorType, Value
+from partc.rules import Factor, OpRule, placements
+from partc.rules.tried import rule_of
+from partc.sharding.disjoint_sets import DisjointSets
+
+
+def with_cut_values(program: Program, axes: tuple[str, ...], summed: Collection[str]) -> Program:
+    """Cut each whole value between calls as all its readers cut it: constants over `axes` without microbatches, others
+    over all `axes`. The values `summed` are needed whole.
+    """
+    if math.prod(program.sizes[axis] for axis in axes) == 1:
+        return program
+    while True:
+        found = _with_values_cut_by_readers(program, axes, summed)
+        if found is program:
+            return program
+        program = found
+
+
+def _with_values_cut_by_readers(program: Program, axes: tuple[str, ...], summed: Collection[str]) -> Program:
+    """The program with the cuts that its regions require now; the same program if there are none."""
+    over = {"setup": tuple(axis for axis in axes if axis != TIME_AXIS), "microbatch": axes, "step": ()}
+    regions, types = {region.name: region for region in program.regions}, program.value_types()
+    fixed = {*program.returned, *summed, *(value for _, value in program.updates)}
+    whole: dict[str, tuple[str, ...]] = {}  # values that may be cut, with the axes
+    places: dict[tuple[str, str, int], list[str]] = {}  # an input or a result of a region -> the values of its calls
+    for call in program.calls:
+        ranks = over[regions[call.region].phase]
+        for index, name in enumerate(call.args):
+            places.setdefault((call.region, "input", index), []).append(name)
+        for index, name in enumerate(call.results):
+            places.setdefault((call.region, "result", index), []).append(name)
+            placed = (types[name].layout.placement(axis) for axis in ranks)
+            if ranks and name not in fixed and all(isinstance(place, Varying | Replicated) for place in placed):
+                whole[name] = ranks
+    alike: DisjointSets[str] = DisjointSets()  # values that must have one layout
+    for first, *rest in places.values():
+        for name in rest:
+            alike.join(first, name)
+    wanted: dict[str, set[Placement | None]] = {}
+    ways: dict[str, set[tuple[str, ...]]] = {}
+    for name in types:
+        ways.setdefault(alike.of(name), set()).add(whole.get(name, ()))
+    for (region, kind, index), (first, *_) in places.items():
+        if kind == "input" and first in whole:
+            wanted.setdefault(alike.of(first), set()).add(_wanted(regions[region], index))
+    cuts: dict[str, Placement] = {}
+    layouts: dict[str, Layout] = {}
+    for name, ranks in whole.items():
+        placement, *others = wanted.get(alike.of(name), {None})
+        if isinstance(placement, Shard) and not others and ways[alike.of(name)] == {ranks}:
+            layout = Layout.build(types[name].shape, dict.fromkeys(ranks, placement), program.sizes)
+            if layout is not None:
+                cuts[name], layouts[name] = placement, layout
+    if not cuts:
+        return program
+
+    def cut(value: Value, name: str) -> Value:
+        return replace(value, type=replace(value.type, layout=layouts[name])) if name in layouts else value
+
+    def rewritten(region: Region) -> Region:
+        graph = region.forward
+        given = (places[region.name, "input", index][0] for index in range(len(graph.inputs)))
+        graph = replace(graph, inputs=tuple(map(cut, graph.inputs, given)))
+        made = [places[region.name, "result", index][0] for index in range(len(graph.outputs))]
+        if cuts.keys().isdisjoint(made):
+            return replace(region, forward=graph)
+        parts: dict[str, Placement | None] = {}
+        for output, name in zip(graph.outputs, made, strict=True):
+            parts[output] = cuts.get(name) if output not in parts or parts[output] == cuts.get(name) else None
+        ops = cut_as_read(graph.ops, region.types(graph), parts, over[region.phase], program.sizes)
+        return replace(region, forward=replace(graph, ops=tuple(ops)))
+
+    values = tuple(cut(value, value.name) for value in program.values)
+    return replace(program, regions=tuple(map(rewritten, program.regions)), values=values)
+
+
+def _wanted(region: Region, index: int) -> Placement | None:
+    """The placement on the batch axes that all operations of a region require of an input; None if they differ."""
+    graph, name = region.forward, region.forward.inputs[index].name
+    types = region.types(graph)
+    found: set[Placement | None] = {None for output in graph.outputs if output == name}
+    for op in graph.ops:
+        if name in op.refs():
+            rule = rule_of(op, types)
+            required = placements(op, rule, op.choices[0])[0] if rule is not None and op.choices else ()
+            positions = [position for position, ref in enumerate(op.refs()) if ref == name]
+            found.update(required[position] if required else None for position in positions)
+    return found.pop() if len(found) == 1 else None
+
+
+def cut_as_read(
+    ops: Sequence[Op],
+    types: Mapping[str, TensorType],
+    wanted: Mapping[str, Placement | None],
+    axes: Sequence[str],
+    sizes: Sizes,
+) -> list[Op]:
+    """The operations; one that no operand cuts, such as an embedding of the positions of every example, is cut as all
+    readers of its results cut them. `wanted` has the placements of values that are read elsewhere; None: whole.
+    """
+    readers: dict[str, set[Placement | None]] = {name: {placement} for name, placement in wanted.items()}
+    found: list[Op] = []
+    for op in reversed(ops):
+        rule = rule_of(op, types)
+        if rule is not None and all(choice.factor is None for choice in op.choices):
+            op = _cut_by_readers(op, rule, readers, axes, sizes)
+        names = [*op.refs()]
+        required: tuple[Placement | None, ...] = (None,) * len(names)
+        if rule is not None and op.choices:
+            required = placements(op, rule, op.choices[0])[0]
+        for name, placement in zip(names, required, strict=True):
+            readers.setdefault(name, set()).add(placement)
+        found.append(op)
+    return found[::-1]
+
+
+def _cut_by_readers(
+    op: Op, rule: OpRule, readers: Mapping[str, set[Placement | None]], axes: Sequence[str], sizes: Sizes
+) -> Op:
+    """The operation, cut as all readers of its results cut them, if they agree and a factor allows it."""
+    wanted = {index: readers[value.name] for index, value in enumerate(op.results) if value.name in readers}
+    index, (placement, *others) = next(iter(wanted.items()), (0, (None,)))
+    if others or not isinstance(placement, Shard):
+        return op
+    factor = factor_at(rule.results[index], rule, placement)
+    if factor is None or not divides(rule.factor(factor[0]), factor[1], axes, sizes):
+        return op
+    choices = tuple(Choice(axis=axis, factor=factor[0], outer=factor[1]) for axis in axes)
+    made = placements(op, rule, choices[0])[1]
+    if any(not isinstance(place, Shard) or wanted.get(index, {place}) != {place} for index, place in enumerate(made)):
+        return op
+    results = [
+        replace(value, type=replace(value.type, layout=layout))
+        for value, place in zip(op.results, made, strict=True)
+        if (layout := Layout.build(value.type.shape, dict.fromkeys(axes, place), sizes)) is not None
+    ]
+    return replace(op, choices=choices, results=tuple(results)) if len(results) == len(made) else op
+
+
+def divides(factor: Factor, outer: int, axes: Sequence[str], sizes: Sizes) -> bool:
+    """Whether the batch axes together divide a factor: 4 ranks divide a batch of 24, but not the 2 of its view 2 x
+    12.
+    """
+    ways = math.prod(sizes[axis] for axis in axes)
+    return factor.kind != "blocked" and factor.size // outer % ways == 0
+
+
+def factor_at(dims: Sequence[Sequence[str]], rule: OpRule, placement: Shard) -> tuple[str, int] | None:
+    """The factor, and the cut inside it, that a shard of a tensor cuts; `dims` has the factors of its dimensions."""
+    sizes = {factor.name: factor.size for factor in rule.factors}
+    before = 1
+    for name in dims[placement.dim]:
+        if placement.outer % before == 0 and placement.outer < before * sizes[name]:
+            return name, placement.outer // before
+        before *= sizes[name]
+    return None

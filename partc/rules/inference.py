@@ -43,9 +43,10 @@ class Inferred:
         """Whether a stated layout agrees with this one."""
         unknown = frozenset(self.layout.local)
         found, stated = (_layout_within(layout, unknown, sizes).normalized(sizes) for layout in (self.layout, stated))
-        # One element of a cut dimension is also a contribution to the sum over that dimension.
+        # One element of a cut dimension is also a contribution to the sum over that dimension, and vice versa.
         ones = {dim for dim, size in enumerate(found.local_shape(sizes)) if size == 1}
-        loose = self.loose.union(axis for dim in ones for axis in _axes(found.dims[dim]))
+        cut = (_axes(layout.dims[dim]) for layout in (found, stated) for dim in ones)
+        loose = self.loose.union(*cut)
         dims = zip(found.dims, stated.dims, strict=True)
         same = all(a == b or dim in self.open or dim in ones for dim, (a, b) in enumerate(dims))
         if self.in_order and _order(found, sizes) != _order(stated, sizes):

@@ -854,3 +854,28 @@ def test_tensors_are_not_looked_for_in_python_modules() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         _equal(KeepsLibraries, {"x": torch.randn(8, 4)}, "dp=2")
+
+
+class Patches(nn.Module):
+    """Prepends a learned token to the patches of an image, and adds learned positions, as vision transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.head = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 4)
+        self.token, self.places = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(1, 5, 8))
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=True)
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        x = self.patch(pixels).flatten(2).transpose(1, 2)
+        x = self.block(torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.places)
+        return F.cross_entropy(self.head(x[:, 0]), labels)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
+def test_a_rank_may_have_one_image_of_a_microbatch(mesh: str) -> None:
+    """A gradient of one image was taken for a part of the sum over images, and the check of layouts refused it."""
+    torch.manual_seed(0)
+    batch = {"pixels": torch.randn(8, 3, 8, 8), "labels": torch.randint(4, (8,))}
+    for precision, worst in (("bf16", 0.1), ("fp64", 1e-12)):
+        package = partc.compile(Patches(), batch, mesh=mesh, microbatches=4, precision=precision)
+        assert package.verify(steps=2).worst.rel_err < worst, precision

@@ -221,9 +221,9 @@ def _answer_ends(running: dict[int, socket.socket]) -> None:
 
 
 def _note_files_of_modules() -> None:
-    """Have `inspect` note the file of every module, which takes it a tenth of a second.
+    """Fill the table of files and modules that `inspect` keeps. Filling it takes a tenth of a second.
 
-    Custom operations of the runtime ask for the module of their code. A file that no module has makes it look at all.
+    Custom operations of the runtime look up the module of their code. Looking up a file of no module fills the table.
     """
     inspect.getmodule(compile("", "no module's", "exec"))
 

@@ -1,6 +1,7 @@
-"""Cuts of values that have a row for each example, but from no input: they are cut as all their readers cut them.
+"""Layouts over the batch axes of values that have a row for each example but depend on no input of the batch.
 
-Such are positions and biases that forward makes of constants, and times that it draws.
+Forward makes such values from constants, as positions and biases, or draws them, as the times of a diffusion model.
+They are cut as all the operations that read them require.
 """
 
 from __future__ import annotations
@@ -95,11 +96,16 @@ def _wanted(region: Region, index: int) -> Placement | None:
     found: set[Placement | None] = {None for output in graph.outputs if output == name}
     for op in graph.ops:
         if name in op.refs():
-            rule = rule_of(op, types)
-            required = placements(op, rule, op.choices[0])[0] if rule is not None and op.choices else ()
-            positions = [position for position, ref in enumerate(op.refs()) if ref == name]
-            found.update(required[position] if required else None for position in positions)
+            read = zip(op.refs(), _required(op, rule_of(op, types)), strict=True)
+            found.update(placement for ref, placement in read if ref == name)
     return found.pop() if len(found) == 1 else None
+
+
+def _required(op: Op, rule: OpRule | None) -> tuple[Placement | None, ...]:
+    """The placement on the batch axes that an operation requires of each operand; None if it is not known."""
+    if rule is None or not op.choices:
+        return (None,) * len([*op.refs()])
+    return placements(op, rule, op.choices[0])[0]
 
 
 def cut_as_read(
@@ -109,8 +115,9 @@ def cut_as_read(
     axes: Sequence[str],
     sizes: Sizes,
 ) -> list[Op]:
-    """The operations; one that no operand cuts, such as an embedding of the positions of every example, is cut as all
-    readers of its results cut them. `wanted` has the placements of values that are read elsewhere; None: whole.
+    """The same operations, with further cuts. An operation whose operands are all whole, such as an embedding of every
+    example's positions, is cut as all readers of its results require. `wanted` has the placements of values that are
+    read elsewhere; None: whole.
     """
     readers: dict[str, set[Placement | None]] = {name: {placement} for name, placement in wanted.items()}
     found: list[Op] = []
@@ -118,11 +125,7 @@ def cut_as_read(
         rule = rule_of(op, types)
         if rule is not None and all(choice.factor is None for choice in op.choices):
             op = _cut_by_readers(op, rule, readers, axes, sizes)
-        names = [*op.refs()]
-        required: tuple[Placement | None, ...] = (None,) * len(names)
-        if rule is not None and op.choices:
-            required = placements(op, rule, op.choices[0])[0]
-        for name, placement in zip(names, required, strict=True):
+        for name, placement in zip(op.refs(), _required(op, rule), strict=True):
             readers.setdefault(name, set()).add(placement)
         found.append(op)
     return found[::-1]
@@ -152,15 +155,19 @@ def _cut_by_readers(
 
 
 def divides(factor: Factor, outer: int, axes: Sequence[str], sizes: Sizes) -> bool:
-    """Whether the batch axes together divide a factor: 4 ranks divide a batch of 24, but not the 2 of its view 2 x
-    12.
+    """Whether the batch axes together divide a factor after its first `outer` parts.
+
+    Four ranks divide a batch of 24. If the batch is viewed as 2 x 12, they do not divide the factor of size 2.
     """
     ways = math.prod(sizes[axis] for axis in axes)
     return factor.kind != "blocked" and factor.size // outer % ways == 0
 
 
 def factor_at(dims: Sequence[Sequence[str]], rule: OpRule, placement: Shard) -> tuple[str, int] | None:
-    """The factor, and the cut inside it, that a shard of a tensor cuts; `dims` has the factors of its dimensions."""
+    """The factor that a shard of a tensor cuts, and the shard's `outer` within this factor; None if there is none.
+
+    `dims` has the names of the factors of each dimension.
+    """
     sizes = {factor.name: factor.size for factor in rule.factors}
     before = 1
     for name in dims[placement.dim]:

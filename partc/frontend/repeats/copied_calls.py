@@ -572,8 +572,9 @@ def _moving(one: _Traced, other: _Traced) -> _Kind | None:
 
 
 def _index_key(x: Tensor, index: Any, places: dict[int, int]) -> Hashable:
-    """The index of `x[index]` without the places of its integers and of its slices that are parts of a dimension. They
-    are added to `places`, with their numbers. None of an index that has other parts, such as tensors.
+    """A key for the index of `x[index]`, equal for indices that differ only in the places of integers and slices.
+
+    The places are added to `places`. The key is None if the index has parts of other kinds, such as tensors.
     """
     parts = index if type(index) is tuple else (index,)
     if any(part is not None and part is not ... and type(part) not in (int, slice) for part in parts):

@@ -91,7 +91,7 @@ def stateful_lines(modules: Iterable[types.ModuleType]) -> Iterator[Source]:
 
 @functools.lru_cache(maxsize=64)
 def _stateful_lines(tree: ast.Module, imported: frozenset[str]) -> tuple[int, ...]:
-    """The lines of one module, whose globals of these names are modules."""
+    """The numbers of a module's lines that may keep state. `imported` has the names of globals that are modules."""
     found = [node for function in _functions(tree) for node in _Function(function, imported).stateful()]
     return tuple(node.lineno for node in sorted(found, key=lambda node: (not _is_fickle(node), node.lineno)))
 

@@ -2,6 +2,9 @@
 
 Every model of tests/independent/models on every setting: `=` where the package's end is the plain loop's, a code where
 the compiler refuses the model on that mesh, an error otherwise. Exit code 1 where anything differs.
+
+`--models DIR` takes the model files of another folder. `--drawn 0:20` takes settings drawn at random instead: mesh,
+schedule, ZeRO, recomputation, optimizer and its options.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ import multiprocessing
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
-from tests.independent.trainings import SETTINGS, Outcome, model_files, row
+from tests.independent.trainings import MODELS, SETTINGS, Outcome, drawn_setting, model_files, row
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,9 +26,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--setting", default="*", help="settings whose name matches")
     parser.add_argument("--torchrun", action="store_true", help="start ranks by torchrun: slower by its imports")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--models", type=Path, default=MODELS, help="folder of model files")
+    parser.add_argument("--drawn", metavar="FIRST:LAST", help="seeds of settings drawn at random, LAST excluded")
     given = parser.parse_args(argv)
-    settings = [setting for setting in SETTINGS if fnmatch.fnmatchcase(setting.name, given.setting)]
-    files = [path for path in model_files() if fnmatch.fnmatchcase(path.stem, given.only)]
+    seeds = range(*map(int, given.drawn.split(":"))) if given.drawn else None
+    settings = SETTINGS if seeds is None else tuple(map(drawn_setting, seeds))
+    settings = tuple(setting for setting in settings if fnmatch.fnmatchcase(setting.name, given.setting))
+    files = [path for path in model_files(given.models) if fnmatch.fnmatchcase(path.stem, given.only)]
     run = partial(row, settings=settings, torchrun=given.torchrun)
     print("\t".join(["model", *(setting.name for setting in settings)]), flush=True)
     outcomes: list[Outcome] = []

@@ -6,6 +6,7 @@ import fnmatch
 import json
 import math
 import os
+import random
 import subprocess
 import tempfile
 import traceback
@@ -71,6 +72,36 @@ SETTINGS: tuple[Setting, ...] = (
 )
 
 
+MESHES = (
+    *("dp=2", "tp=2", "pp=2", "cp=2", "dp=4", "tp=4", "pp=4", "dp=2,tp=2", "dp=2,cp=2", "cp=2,tp=2", "pp=2,dp=2"),
+    *("pp=2,tp=2", "pp=2,cp=2", "dp=2,tp=2,cp=2", "pp=2,dp=2,tp=2", "dp=3", "tp=3"),
+)
+
+
+def drawn_setting(seed: int) -> Setting:
+    """A setting with options of the compiler and of train.py drawn at random: the same for the same seed."""
+    draw = random.Random(seed)
+    mesh = draw.choice(MESHES)
+    options: dict[str, Any] = {"recompute": draw.choice(("none", "none", "selective", "full"))}
+    options["microbatches"] = draw.choice((1, 2, 4))
+    if "pp" in mesh:
+        options["schedule"] = draw.choice(("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv"))
+        if options["schedule"] == "interleaved":
+            options["virtual_stages"] = 2
+    if "dp" in mesh:
+        options["zero"] = draw.choice((0, 1, 2, 3))
+    recipe = Recipe(
+        optimizer=draw.choice(("adamw", "adamw", "sgd:momentum=0.9", "adam", "rmsprop", "adagrad")),
+        lr=draw.choice((1e-3, 3e-3)),
+        weight_decay=draw.choice((None, 0.1)),
+        clip=draw.choice((None, 0.5)),
+        accumulate=draw.choice((1, 1, 2)),
+        lr_schedule=draw.choice(("constant", "linear", "cosine")),
+        no_decay=draw.choice(((), ("*bias",))),
+    )
+    return Setting(mesh=mesh, options=options, recipe=recipe)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """One model in one setting: the largest error of its state dict and losses, or the code that refuses it."""
@@ -86,8 +117,8 @@ class Outcome:
         return bool(self.refused) or self.error <= ALLOWED
 
 
-def model_files() -> list[Path]:
-    return sorted(path for path in MODELS.glob("*.py") if not path.name.startswith("_"))
+def model_files(folder: Path = MODELS) -> list[Path]:
+    return sorted(path for path in folder.glob("*.py") if not path.name.startswith("_"))
 
 
 def row(path: Path, settings: Sequence[Setting], torchrun: bool) -> list[Outcome]:

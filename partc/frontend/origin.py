@@ -11,6 +11,7 @@ import keyword
 import logging
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -217,6 +218,12 @@ def _import(function: Any, name: str, extra: dict[str, bytes]) -> str:
             help="define it with a name, at the top level of a module",
         )
     module = _module_of(function)
+    if getattr(sys.modules.get(module), own, None) is not function:
+        raise PartcError(
+            "P0215",
+            f"the module {module!r} of {own} is not in sys.modules, or has another object of this name",
+            help="add the module to sys.modules before it runs, or give the path of its file to partc.compile",
+        )
     target = module
     if module == "__main__":
         target = Path(inspect.getsourcefile(function) or "script.py").stem

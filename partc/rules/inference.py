@@ -47,12 +47,26 @@ class Inferred:
         ones = {dim for dim, size in enumerate(found.local_shape(sizes)) if size == 1}
         cut = (_axes(layout.dims[dim]) for layout in (found, stated) for dim in ones)
         loose = self.loose.union(*cut)
-        dims = zip(found.dims, stated.dims, strict=True)
-        same = all(a == b or dim in self.open or dim in ones for dim, (a, b) in enumerate(dims))
+        partial, same = {*found.partial}, True
+        for dim, (a, b) in enumerate(zip(found.dims, stated.dims, strict=True)):
+            if a == b or dim in self.open or dim in ones:
+                continue
+            # Likewise a block of a dimension that is cut into one block for each rank.
+            if _sum_of_blocks(a, sizes) == b:
+                partial |= {*_axes(a)}
+            elif _sum_of_blocks(b, sizes) == a and partial.issuperset(_axes(b)):
+                partial -= {*_axes(b)}
+            else:
+                same = False
         if self.in_order and _order(found, sizes) != _order(stated, sizes):
             return False
-        partial = {*found.partial}
         return same and partial - loose <= {*stated.partial} <= partial | loose
+
+
+def _sum_of_blocks(dim: Pieces, sizes: Sizes) -> Pieces:
+    """A normalized dimension after a sum over its blocks, of which each rank has one. An uncut one remains."""
+    (first, *rest) = dim or (SubDim(1),)
+    return (SubDim(first.part(sizes)),) if not rest and not first.spare(sizes) else dim
 
 
 def _order(layout: Layout, sizes: Sizes) -> tuple[int | str, ...]:

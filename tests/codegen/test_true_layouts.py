@@ -20,7 +20,7 @@ from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
 from partc.ir.operators import DTYPES
 from partc.ir.program import Op, Ref, TensorType, Value
-from partc.rules.inference import inferred, reshaped
+from partc.rules.inference import Inferred, inferred, reshaped
 from partc.rules.layout_check import Verifier
 from tests.prefork import done
 from tests.zoo import EXAMPLES, MODELS
@@ -75,6 +75,19 @@ def test_elements_keep_their_order_in_the_same_local_shape() -> None:
     assert found is not None and found.layout == Layout.parse("[4, 8@dp, 12]")
     for layout, allowed in (("[4 · 2@dp, 4, 12]", True), ("[8@dp, 4, 12]", False), ("[4, 4 · 2@dp, 12]", False)):
         assert found.allows(Layout.parse(layout), SIZES) is allowed, layout
+
+
+def test_one_block_of_a_dimension_is_also_a_contribution_to_the_sum_of_blocks() -> None:
+    """Gradients of repeated rows, where a rank has one copy of the rows."""
+    for found, stated, allowed in (
+        ("[8@dp, 4]", "[4, 4] partial(dp)", True),
+        ("[4, 4] partial(dp)", "[8@dp, 4]", True),
+        ("[8@dp, 4]", "[4, 4]", False),
+        ("[4, 4]", "[8@dp, 4]", False),
+        ("[8@dp, 4]", "[2, 4] partial(dp)", False),
+    ):
+        made = Inferred(Layout.parse(found))
+        assert made.allows(Layout.parse(stated), SIZES) is allowed, (found, stated)
 
 
 def test_a_time_step_is_no_row_where_a_rank_has_as_many_of_both(tmp_path: Path) -> None:

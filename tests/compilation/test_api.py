@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -97,6 +98,16 @@ def test_a_script_is_imported_too(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_function_that_its_module_does_not_hold_is_refused() -> None:
+    spec = importlib.util.spec_from_file_location("unregistered_models", given_models.__file__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(PartcError, match=r"'unregistered_models' of build is not in sys\.modules") as refused:
+        partc.compile(module.build, x(), mesh="2")
+    assert refused.value.code == "P0215"
 
 
 def test_what_is_no_model_is_said() -> None:

@@ -871,11 +871,29 @@ class Patches(nn.Module):
         return F.cross_entropy(self.head(x[:, 0]), labels)
 
 
+class Slopes(nn.Module):
+    """Attention with biases for each head, which are repeated for each example, on joined dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.slope = nn.Linear(3, 12), nn.Parameter(torch.rand(2))
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        x = self.project(pixels.flatten(2).mT)
+        batch, length, _ = x.shape
+        q, k, v = (each.reshape(batch, length, 2, 2).transpose(1, 2).reshape(-1, length, 2) for each in x.split(4, -1))
+        away = (torch.arange(length) - torch.arange(length)[:, None]).abs()
+        biases = (-self.slope[:, None, None] * away).repeat(batch, 1, 1)
+        x = torch.baddbmm(biases, q, k.mT).softmax(-1) @ v
+        return F.cross_entropy(x.reshape(batch, 2, length, 2).mean(2).flatten(1), labels)
+
+
+@pytest.mark.parametrize("model", [Patches, Slopes])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
-def test_a_rank_may_have_one_image_of_a_microbatch(mesh: str) -> None:
+def test_a_rank_may_have_one_image_of_a_microbatch(model: type[nn.Module], mesh: str) -> None:
     """A gradient of one image was taken for a part of the sum over images, and the check of layouts refused it."""
     torch.manual_seed(0)
     batch = {"pixels": torch.randn(8, 3, 8, 8), "labels": torch.randint(4, (8,))}
     for precision, worst in (("bf16", 0.1), ("fp64", 1e-12)):
-        package = partc.compile(Patches(), batch, mesh=mesh, microbatches=4, precision=precision)
+        package = partc.compile(model(), batch, mesh=mesh, microbatches=4, precision=precision)
         assert package.verify(steps=2).worst.rel_err < worst, precision

@@ -15,14 +15,15 @@
 The batch dimension is followed through the factors of every operation. Values without it vary, so that their gradients
 are summed over the batch once, at the end of a step. A value that needs the whole batch (such as the number of labels
 that count) is computed once per step, if it depends on inputs only: inside a region, it first gets a call of its own.
-Any other operation that needs the whole batch in the middle of a microbatch is an error. Where rows of the examples
-come from no input, as the positions of OPT do, operations are cut as their readers are, and so are constants.
+Any other operation that needs the whole batch in the middle of a microbatch is an error. Without microbatches, ranks
+share it by another of its factors. Where rows of the examples come from no input, as the positions of OPT do,
+operations are cut as their readers are, and so are constants.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from partc.errors import PartcError
@@ -432,17 +433,10 @@ class _Walk:
             index for index, placement in enumerate(given) if isinstance(placement, Partial) and index not in unread
         ]
         names = list(op.refs())
-        if rule is not None and cut:
-            found = {factor_at(rule.operands[index], rule, placement) for index, placement in cut}
-            factors = {factor.name: factor for factor in rule.factors}
-            if (
-                len(found) == 1
-                and (only := found.pop())
-                and divides(factors[only[0]], only[1], self.axes, self.program.sizes)
-            ):
-                self.demanded.update(arguments[names[index]] for index in partial if names[index] in arguments)
-                whole = tuple(names[index] for index in partial)
-                return tuple(Choice(axis=axis, factor=only[0], outer=only[1]) for axis in self.axes), whole
+        if rule is not None and cut and (carrier := self._carrier(rule, cut)) is not None:
+            self.demanded.update(arguments[names[index]] for index in partial if names[index] in arguments)
+            whole = tuple(names[index] for index in partial)
+            return tuple(Choice(axis=axis, factor=carrier[0], outer=carrier[1]) for axis in self.axes), whole
         if not cut and partial and rule is not None:
             group = next((i for i, members in enumerate(rule.linear) if set(partial) <= set(members)), None)
             if group is not None:
@@ -452,6 +446,29 @@ class _Walk:
                 self.demanded.add(arguments[names[index]])
         results = tuple(value.name for value in op.results) if cut or partial else ()
         return tuple(Choice(axis=axis, factor=None) for axis in self.axes), results
+
+    def _carrier(self, rule: OpRule, cut: Sequence[tuple[int, Shard]]) -> tuple[str, int] | None:
+        """The factor that carries the batch, and its `outer`: all operands that are cut are cut there.
+
+        With one microbatch, ranks also share operations that read the whole batch, such as the products of all pairs of
+        examples. The factor is then the one of the largest operands that are cut, or else the outermost of the first
+        result. Other operands are gathered.
+        """
+        factors = {factor.name: factor for factor in rule.factors}
+        sizes = self.program.sizes
+        made = [name for dim in rule.results[0] for name in dim]
+        found: dict[tuple[str, int] | None, int] = {}
+        for index, placement in cut:
+            at = factor_at(rule.operands[index], rule, placement)
+            elements = math.prod(factors[name].size for dim in rule.operands[index] for name in dim)
+            found[at] = found.get(at, 0) + elements
+        place = {name: index for index, name in enumerate(made)}
+        carried = sorted(filter(None, found), key=lambda at: (-found[at], place.get(at[0], len(made))))
+        if sizes[TIME_AXIS] == 1:
+            carried += [(name, 1) for name in made if factors[name].kind == "parallel"]
+        elif len(found) > 1:
+            return None
+        return next((at for at in carried if divides(factors[at[0]], at[1], self.axes, sizes)), None)
 
     def _check_bags(self, op: Op, given: list[Placement]) -> None:
         """Raise PartcError P0402 if a list of ids is taken for the batch, although bags are its examples."""

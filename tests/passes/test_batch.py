@@ -68,3 +68,38 @@ def test_rows_of_constants_are_cut_as_their_readers_cut_them(mesh: str, microbat
                     whole.append((region.name, str(value)))
     assert not whole, whole
     assert package.verify(steps=2).worst.rel_err < 1e-12
+
+
+class Pairs(nn.Module):
+    """Losses over all pairs of examples: contrast in both directions, pulled and pushed pairs, distances in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Linear(4, 8), nn.Linear(6, 8)
+        self.scale, self.shift = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor, z: Tensor, kind: Tensor) -> Tensor:
+        x, z = F.normalize(self.rows(x), dim=-1), F.normalize(self.columns(z), dim=-1)
+        products = self.scale.exp() * x @ z.T
+        own = torch.arange(len(x))
+        contrast = F.cross_entropy(products, own) + F.cross_entropy(products.T, own)
+        same = (kind[None] == kind[:, None]).to(x.dtype) * 2 - 1
+        pushed = -F.logsigmoid(same * (products + self.shift)).sum() / len(x)
+        apart = torch.cdist(x, z).masked_fill(kind[:, None] == kind, 0).sort(0, descending=True)[0][:5]
+        return contrast + pushed + apart.mean() + (x.std(0) - 1).abs().mean()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=4", "dp=2,tp=2", "dp=2,cp=2", "pp=2,dp=2"])
+def test_ranks_share_the_pairs_of_examples(mesh: str) -> None:
+    """Every rank computed the products of all pairs, in full."""
+    torch.manual_seed(0)
+    rows = 32
+    batch = {"x": torch.randn(rows, 4), "z": torch.randn(rows, 6), "kind": torch.randint(5, (rows,))}
+    package = partc.compile(Pairs(), batch, mesh=mesh, precision="fp64")
+    program = package.program
+    for region in program.regions:
+        for graph in region.graphs:
+            for value in (value for op in graph.ops for value in op.results):
+                shape = value.type.layout.local_shape(program.sizes)
+                assert shape.count(rows) < 2, (region.name, value.name, shape)
+    assert package.verify(steps=2).worst.rel_err < 1e-10

@@ -218,7 +218,8 @@ def _import(function: Any, name: str, extra: dict[str, bytes]) -> str:
             help="define it with a name, at the top level of a module",
         )
     module = _module_of(function)
-    if getattr(sys.modules.get(module), own, None) is not function:
+    held: Any = getattr(sys.modules.get(module), own, None)
+    if id(held) != id(function):
         raise PartcError(
             "P0215",
             f"the module {module!r} of {own} is not in sys.modules, or has another object of this name",

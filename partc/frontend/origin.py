@@ -208,7 +208,7 @@ def _imported(build: Callable[..., Any], batch: Any, functions: Functions) -> tu
     return _text(batch, extra, imports=sorted(imports), weights=""), extra
 
 
-def _import(function: Any, name: str, extra: dict[str, bytes]) -> str:
+def _import(function: Callable[..., Any], name: str, extra: dict[str, bytes]) -> str:
     """The line that imports a function under a name; the function's file is added to `extra`."""
     own = getattr(function, "__qualname__", "")
     if not _is_importable(own) or "." in own:
@@ -218,8 +218,7 @@ def _import(function: Any, name: str, extra: dict[str, bytes]) -> str:
             help="define it with a name, at the top level of a module",
         )
     module = _module_of(function)
-    held: Any = getattr(sys.modules.get(module), own, None)
-    if id(held) != id(function):
+    if getattr(sys.modules.get(module), own, None) is not function:
         raise PartcError(
             "P0215",
             f"the module {module!r} of {own} is not in sys.modules, or has another object of this name",

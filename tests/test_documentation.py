@@ -164,7 +164,7 @@ def test_commands_parse(page: Path, train_options: set[str]) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_options_exist(page: Path, train_options: set[str]) -> None:
     known = {option for command in cli.commands.values() for item in command.params for option in item.opts}
-    folders = ROOT / "tests" / "benchmarks", ROOT / "tests" / "gpu"
+    folders = [ROOT / "tests" / name for name in ("benchmarks", "gpu", "independent")]
     scripts = [ROOT / "tests" / "enumeration.py", *(path for folder in folders for path in folder.glob("*.py"))]
     others = set(re.findall(r"\"(--[a-z][\w-]*)\"", "".join(path.read_text() for path in scripts)))
     texts = [*_spans(page), *(text for language, text in _blocks(page) if language == "sh")]

@@ -236,6 +236,15 @@ def test_a_group_of_one_does_nothing() -> None:
     assert axis.all_to_all(x, split_dim=0, concat_dim=1) is axis.take(x, dim=0) is axis.put(x, dim=0) is x
 
 
+def test_a_part_of_several_blocks_holds_no_more_than_its_elements() -> None:
+    """It was a view of a copy of the whole tensor."""
+    x = given(0, 12, 5)
+    part = Axis(rank=1, size=3).take(x, dim=0, outer=2)
+    assert torch.equal(part, torch.cat([x[2:4], x[8:10]]))
+    assert part.untyped_storage().nbytes() == part.nbytes
+    assert Axis(rank=1, size=3).take(x, dim=0).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
 def test_an_axis_that_the_mesh_has_not() -> None:
     comm = Comm({"tp": Axis()}, {})
     with pytest.raises(AttributeError, match="no axis 'dp'"):

@@ -210,7 +210,9 @@ class Axis:
         """This rank's part along `rest`; moves nothing."""
         if self.size == 1:
             return x
-        return split(x, self.size, dim, outer)[self.rank]
+        before, after, rest = x.shape[:dim], x.shape[dim + 1 :], x.shape[dim] // (outer * self.size)
+        blocks = x.reshape(*before, outer, self.size, rest, *after)
+        return blocks.select(dim + 1, self.rank).reshape(*before, outer * rest, *after)
 
     def put(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
         """A tensor of zeros with `x` as this rank's part: the transpose of `take`."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from partc.ir.naming import gradient_name
 from partc.ir.operations import effects
-from partc.ir.program import SPARSE, Graph, Program, Region
+from partc.ir.program import SPARSE, Graph, Program, Region, dependents
 
 
 def trainable_params(program: Program) -> dict[str, frozenset[str]]:
@@ -95,10 +95,10 @@ def arguments_with_gradients(program: Program) -> frozenset[tuple[str, str, int]
     """The arguments of calls that receive a gradient, as (call, argument, stage).
 
     An argument that is only detached, by its call or by later ones, receives none. In a differentiated region the
-    backward graph says so, as its forward graph has no `detach` any more.
+    backward graph says so: its forward graph has no `detach` any more, and no gradients that the model defines itself.
     """
     through = {
-        (region.name, value.name): reached(region.forward, (value.name,)) if _may_return(region, value.name) else set()
+        (region.name, value.name): _through(region, value.name)
         for region in program.regions
         for value in region.forward.inputs
     }
@@ -113,8 +113,18 @@ def arguments_with_gradients(program: Program) -> frozenset[tuple[str, str, int]
     return frozenset(found)
 
 
-def _may_return(region: Region, value: str) -> bool:
-    return region.backward is None or gradient_name(value) in region.backward.outputs
+def _through(region: Region, value: str) -> set[str]:
+    """The outputs of a region by which an input receives a gradient."""
+    if region.backward is None:
+        return reached(region.forward, (value,))
+    gradient, given = gradient_name(value), {item.name for item in region.backward.inputs}
+    if gradient not in region.backward.outputs:
+        return set()
+    return {
+        out
+        for out in region.forward.outputs
+        if gradient_name(out) not in given or gradient in dependents(region.backward.ops, (gradient_name(out),))
+    }
 
 
 def reached(graph: Graph, roots: Iterable[str]) -> set[str]:

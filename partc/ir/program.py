@@ -259,6 +259,15 @@ def readers(ops: Iterable[Op]) -> dict[str, list[Op]]:
     return found
 
 
+def dependents(ops: Iterable[Op], roots: Iterable[str]) -> set[str]:
+    """The roots, and all values that depend on them."""
+    found = set(roots)
+    for op in ops:
+        if any(name in found for name in op.refs()):
+            found.update(value.name for value in op.results)
+    return found
+
+
 def needed(
     ops: Sequence[Op],
     wanted: Iterable[str],

@@ -44,7 +44,7 @@ from partc.ir.collectives import MOVING
 from partc.ir.layout import Sizes
 from partc.ir.mesh import is_tensor_axis
 from partc.ir.operations import VIEWS, shares_memory
-from partc.ir.program import Graph, Op, Program, Region
+from partc.ir.program import Graph, Op, Program, Region, dependents
 from partc.passes.recompute.budget import assign_points, slots, with_points
 from partc.passes.recompute.choice import Point, SavingProblem, efficient, frontier, least_saved
 from partc.rules import LOWERED, is_cheap, operations
@@ -268,15 +268,6 @@ def _fresh(names: Iterable[str], taken: Collection[str]) -> dict[str, str]:
         while f"{name}_again_{count}" in taken:
             count += 1
         found[name] = f"{name}_again_{count}"
-    return found
-
-
-def dependents(ops: Iterable[Op], roots: Iterable[str]) -> set[str]:
-    """The roots, and all values that depend on them."""
-    found = set(roots)
-    for op in ops:
-        if any(name in found for name in op.refs()):
-            found.update(value.name for value in op.results)
     return found
 
 

@@ -14,7 +14,7 @@ from partc.package.verify import verify
 from partc.passes.stages import balanced_runs
 from partc.schedules.per_stage import expanded, shortened
 from tests.frontend.test_trace import line_of
-from tests.independent.models import detached_use, old_values, self_distilled
+from tests.independent.models import detached_use, old_values, self_distilled, spiking
 from tests.models import cumulative_norms, running_centre, written_views
 
 
@@ -70,6 +70,14 @@ def test_a_stage_that_reads_a_weight_without_a_gradient_adds_zeros(tmp_path: Pat
     made = partc.compile(detached_use.__file__, mesh="pp=2,dp=2", precision="fp64", microbatches=2, zero=1)
     assert made.program.holders()["edges"] == (0, 1)
     found = verify(made.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok, str(found.worst)
+
+
+def test_gradients_that_only_the_model_defines_return_to_earlier_stages(tmp_path: Path) -> None:
+    made = partc.compile(spiking.__file__, mesh="pp=2", precision="fp64")
+    returned = {transfer.value for transfer in made.program.transfers if transfer.gradient}
+    assert {"clamp", "clamp_2"} <= returned  # forward has comparisons alone between the last leak and the loss
+    found = verify(made.write(tmp_path / "build"), steps=3, virtual=True)
     assert found.ok, str(found.worst)
 
 

@@ -134,8 +134,9 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "the model or its batch cannot be built",
         "Models are built on torch's meta device, so that no weight is allocated, whatever their size. A constructor "
         "that reads a weight's values (`.item()`, `.tolist()`, numpy) cannot run there.\n\n"
-        "A batch is made of dicts, lists, tuples and dataclasses, nested to any depth; its entries are dense tensors "
-        "on the CPU, and constants: numbers, text, None, enums. Two entries have two paths (`inputs.ids`, `labels.0`).",
+        "A batch is a tensor, or made of dicts, lists, tuples and dataclasses, nested to any depth; its entries are "
+        "dense tensors on the CPU, and constants: numbers, text, None, enums. Two entries have two paths "
+        "(`inputs.ids`, `labels.0`).",
     ),
     "P0206": CodeExplanation(
         "the model does not trace",

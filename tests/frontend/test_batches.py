@@ -77,7 +77,7 @@ def test_a_batch_rebuilt_from_its_entries_is_the_same_and_shares_no_container() 
         ({"a": {"b": torch.ones(1)}, "a.b": 3}, "two entries of the path 'a.b'"),
         ({3: torch.ones(1)}, "key 3, which is not a string"),
         ({"x": [1.0, 2.0]}, "no tensor"),
-        (torch.ones(2), "is a tensor"),
+        (3, "is of int, not a tensor"),
     ],
 )
 def test_no_batches(batch: Any, message: str) -> None:
@@ -104,11 +104,12 @@ def test_nested_batches_train_as_on_one_device(tmp_path: Path, mesh: str) -> Non
         [torch.randn(8, 4), torch.randn(8, 3)],
         nested.Pair(torch.randn(8, 4), torch.randn(8, 3)),
         {"left": torch.randn(8, 4), "right": torch.randn(8, 3)},
+        torch.randn(8, 4),
     ],
-    ids=["by position", "a named tuple", "by name"],
+    ids=["by position", "a named tuple", "by name", "a tensor"],
 )
 def test_batches_of_objects_are_arguments_or_one_argument(batch: Any) -> None:
-    build = of_pair if isinstance(batch, nested.Pair) else of_two
+    build = {nested.Pair: of_pair, Tensor: of_one}.get(type(batch), of_two)
     assert partc.compile(build, batch, mesh="dp=2", precision="fp64").verify(steps=2).ok
 
 
@@ -124,6 +125,15 @@ class Two(nn.Module):
 class OfPair(Two):
     def forward(self, pair: nested.Pair) -> Tensor:  # type: ignore[override]
         return super().forward(pair.left, pair.right)
+
+
+class OfOne(Two):
+    def forward(self, batch: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(batch, batch[:, 1:])
+
+
+def of_one() -> nn.Module:
+    return OfOne()
 
 
 def of_two() -> nn.Module:
@@ -188,7 +198,7 @@ def test_a_batch_may_read_the_values_of_its_tensors(tmp_path: Path, batch: str) 
         ("{'x': torch.ones(8, 4), 'y': {1}}", "'y', which is of set"),
         ("{'x': {'y': torch.ones(8, 4)}, 'x.y': None}", "two entries"),
         ("{'x': {'y': torch.ones(8, 4).to_sparse()}}", "'x.y', which is sparse"),
-        ("torch.ones(8, 4)", "is a tensor"),
+        ("3", "is of int, not a tensor"),
     ],
 )
 def test_batches_that_cannot_be_compiled(tmp_path: Path, batch: str, message: str) -> None:

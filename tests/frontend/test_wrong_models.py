@@ -78,7 +78,7 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
     # What batch() makes
     "batch() raises": ((("return {", "return {}['no'] or {"),), "P0205", 18),
     "batch() returns nothing": ((("return {", "_ = {"),), "P0205", None),
-    "batch() returns a tensor": (((f'{{"x": {BATCH}}}', BATCH),), "P0205", None),
+    "batch() returns a number": (((f'{{"x": {BATCH}}}', "3"),), "P0205", None),
     "batch() returns an empty dict": (((f'{{"x": {BATCH}}}', "{}"),), "P0205", None),
     "a list in the batch": (((BATCH, "[1.0, 2.0]"),), "P0205", None),
     "text in the batch": (((BATCH, "'abc'"),), "P0205", None),

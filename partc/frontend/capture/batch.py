@@ -33,7 +33,7 @@ def made_batch(make: Callable[[], Any], path: Path | None) -> tuple[Any, dict[st
     try:
         found = entries(batch)
     except Malformed as error:
-        help = "return the whole batch: dicts, lists, tuples and dataclasses of tensors, numbers, text and None"
+        help = "return the whole batch: a tensor, or dicts, lists, tuples and dataclasses of tensors, numbers and text"
         raise PartcError("P0205", f"the batch of batch() {error}", help=help) from error
     for name, x in found.items():
         _check_entry(name, x)

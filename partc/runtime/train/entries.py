@@ -2,7 +2,8 @@
 
     {"inputs": {"ids": x}, "weights": (y, 0.5)}  ->  inputs.ids: x, weights.0: y, weights.1: 0.5
 
-Mappings, lists, tuples and dataclasses nest to any depth. `rebuilt_batch` makes objects of the user's own types again.
+Mappings, lists, tuples and dataclasses nest to any depth. A batch that is a tensor has the path "batch".
+`rebuilt_batch` makes objects of the user's own types again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..documents import Malformed
 Entries = dict[str, Any]
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, slice, range)
 _LONGEST = 200
+_WHOLE = "batch"  # the path of a batch that is a tensor
 
 
 def entries(batch: Any) -> Entries:
@@ -35,9 +37,10 @@ def entries(batch: Any) -> Entries:
         found[path] = item
         return item
 
+    if isinstance(batch, Tensor):
+        return {_WHOLE: batch}
     if not (isinstance(batch, Mapping | list | tuple) or _is_dataclass(batch)):
-        kind = "a tensor" if isinstance(batch, Tensor) else f"of {type(batch).__name__}"
-        raise Malformed(f"is {kind}, not a dict, list, tuple or dataclass")
+        raise Malformed(f"is of {type(batch).__name__}, not a tensor, dict, list, tuple or dataclass")
     if isinstance(batch, Mapping) and not all(isinstance(key, str) for key in batch):
         raise Malformed(
             f"has the key {next(key for key in batch if not isinstance(key, str))!a}, which is not a string"
@@ -53,6 +56,8 @@ def entries(batch: Any) -> Entries:
 
 def rebuilt_batch(batch: Any, found: Mapping[str, Any]) -> Any:
     """A batch with the form and types of `batch`, and the entries in `found`."""
+    if isinstance(batch, Tensor):
+        return found.get(_WHOLE, batch)
     return _mapped(batch, "", lambda path, item: found.get(path, item))
 
 

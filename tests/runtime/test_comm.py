@@ -237,7 +237,7 @@ def test_a_group_of_one_does_nothing() -> None:
 
 
 def test_a_part_of_several_blocks_holds_no_more_than_its_elements() -> None:
-    """It was a view of a copy of the whole tensor."""
+    """The part was a view of a copy of the whole tensor."""
     x = given(0, 12, 5)
     part = Axis(rank=1, size=3).take(x, dim=0, outer=2)
     assert torch.equal(part, torch.cat([x[2:4], x[8:10]]))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 
 from partc.ir.naming import gradient_name
 from partc.ir.operations import effects
-from partc.ir.program import SPARSE, Graph, Program, Region, dependents
+from partc.ir.program import SPARSE, Graph, Op, Program, Ref, Region, dependents
 
 
 def trainable_params(program: Program) -> dict[str, frozenset[str]]:
@@ -134,6 +135,28 @@ def reached(graph: Graph, roots: Iterable[str]) -> set[str]:
         if effects(op.name).differentiable and any(name in live for name in op.refs()):
             live.update(value.name for value in op.results if value.type.differentiable)
     return live
+
+
+def without_own_gradients(graph: Graph) -> Graph:
+    """The graph without the gradients that the model defines itself, also in the steps of its scans.
+
+    (y,) = own_gradient((value,), (x,), (g,))   ->   readers of y read value; an output y is alias(value)
+    """
+    same: dict[str, str] = {}
+    ops = []
+    for op in graph.ops:
+        if op.name == "own_gradient":
+            pairs = [*zip(op.results, op.renamed(same).refs(), strict=False)]
+            same.update((value.name, name) for value, name in pairs)
+            ops += [
+                Op(name="alias", args=(Ref(name),), results=(value,), source=op.source)
+                for value, name in pairs
+                if value.name in graph.outputs
+            ]
+            continue
+        attrs = tuple((key, without_own_gradients(x) if isinstance(x, Graph) else x) for key, x in op.attrs)
+        ops.append(replace(op.renamed(same), results=op.results, attrs=attrs))
+    return replace(graph, ops=tuple(ops)).without_dead() if tuple(ops) != graph.ops else graph
 
 
 def input_only(program: Program) -> frozenset[str]:

@@ -37,7 +37,7 @@ from torch import Tensor, fx
 from partc.cost.saved_tensors import changed_buffers
 from partc.errors import InternalError, PartcError, first_line
 from partc.ir import operators
-from partc.ir.gradients import gradient_inputs, reached, trainable_params
+from partc.ir.gradients import gradient_inputs, reached, trainable_params, without_own_gradients
 from partc.ir.layout import Layout, Sizes
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.naming import gradient_name, unique
@@ -204,11 +204,11 @@ def _neighbours(program: Program, names: Collection[str]) -> set[str]:
 
 
 def differentiate_region(region: Region, inputs: frozenset[str], params: frozenset[str], sizes: Sizes) -> Region:
-    """The region with a backward graph for the gradients of these inputs and parameters; itself if none has one."""
+    """The region with a backward graph for the gradients of these inputs and parameters, if any has one."""
     roots = inputs | params
     live = reached(region.forward, roots)
     if not live.intersection(region.forward.outputs):
-        return region
+        return replace(region, forward=without_own_gradients(region.forward))
     found = joint.split(_trace_joint(region, roots, live, sizes), region, roots, live, sizes)
     return replace(found, backward=found.backward and _one_copy(_plain_sums(found.backward, sizes), region, sizes))
 

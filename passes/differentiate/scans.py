@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partc.ir.gradients import reached
+from partc.ir.gradients import reached, without_own_gradients
 from partc.ir.naming import gradient_name, unique
 from partc.ir.printer import print_graph
 from partc.ir.program import DTypeArg, Graph, Op, Ref, Region, Value, needed
@@ -58,7 +58,7 @@ def derivative(op: Op, live: set[str], split: Split) -> Derivative:
     given = {value.name for value in scan.step.inputs}
     outputs = tuple(name for name in dict.fromkeys(scan.step.outputs) if name in inside and name not in given)
     if not outputs and not roots.intersection(scan.step.outputs):
-        return Derivative(forward=scan)
+        return Derivative(forward=replace(scan, step=without_own_gradients(scan.step)))
     region = Region(name="step", params=(), forward=replace(scan.step, outputs=outputs))
     region = split(region, frozenset(roots), inside) if outputs else region
     return _DerivativeBuilder(scan, roots, inside, outputs, region).derivative()
@@ -107,7 +107,7 @@ class _DerivativeBuilder:
         again = (values[i] for values, places in zip(kinds, saved, strict=True) for i in places)
         before = tuple(i for i in saved[0] if scan.following[i] not in scan.made)
         return Derivative(
-            forward=_with_states(scan, before),
+            forward=_with_states(replace(scan, step=without_own_gradients(scan.step)), before),
             before=before,
             step=Graph(inputs=(*of_states, *sums, *of_made, *again), ops=ops, outputs=outputs),
             states=states,

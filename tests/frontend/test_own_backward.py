@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -335,3 +336,67 @@ def test_fp16_refuses_gradients_that_a_factor_of_the_loss_would_change(
         with pytest.raises(PartcError) as caught:
             partc.compile(str(file), mesh="1", precision="fp16")
         assert caught.value.code == "P0216" and caught.value.source is not None
+
+
+class Step(torch.autograd.Function):
+    """Its backward calls a function of its own, which records no gradient there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x >= 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        found: Tensor = Bell.apply(grad, ctx.saved_tensors[0])
+        return found
+
+
+class Bell(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, x: Tensor) -> Tensor:
+        return grad * torch.exp(-x.abs())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class Steps(nn.Module):
+    """A loop over time with such a function, whose results are read with a gradient or without one."""
+
+    def __init__(self, length: int, stopped: bool) -> None:
+        super().__init__()
+        self.up, self.beside, self.down = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+        self.length, self.stopped = length, stopped
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, state, rows = self.up(x), torch.zeros_like(x[:, 0]), []
+        for t in range(self.length):
+            state = 0.9 * state + h[:, t]
+            spikes = Step.apply(state)
+            state = state - spikes
+            rows.append(spikes)
+        spikes = torch.stack(rows, 1)
+        return self.down(self.beside(x) * (spikes.detach() if self.stopped else spikes)).square().mean()
+
+
+def loop() -> nn.Module:
+    return Steps(10, False)
+
+
+def stopped_loop() -> nn.Module:
+    return Steps(10, True)
+
+
+def stopped_steps() -> nn.Module:
+    return Steps(2, True)
+
+
+@pytest.mark.parametrize("build", [loop, stopped_loop, stopped_steps])
+def test_functions_in_loops_and_behind_stopped_gradients(build: Callable[[], nn.Module]) -> None:
+    batch = {"x": torch.randn(8, 2 if build is stopped_steps else 10, 6)}
+    made = partc.compile(build, batch, mesh="pp=2", microbatches=2, precision="fp64")
+    scans = any(op.name == "scan" for region in made.program.regions for op in region.forward.ops)
+    assert scans == (build is not stopped_steps)
+    assert made.verify(steps=2).ok

@@ -55,7 +55,8 @@ def inner_gradient(compute: Callable[..., Sequence[Tensor | None]], whole: bool)
         if not whole:
             raise WholeTrace
         if is_grads_batched:
-            raise _refused("torch.autograd.grad is called with is_grads_batched")
+            help = "call torch.autograd.grad once for each gradient"
+            raise _refused("torch.autograd.grad is called with is_grads_batched", help)
         listed = [outputs] if isinstance(outputs, Tensor) else [*outputs]
         named = inputs if isinstance(inputs, dict) else None
         wanted = [inputs] if isinstance(inputs, Tensor) else [*(inputs if named is None else named.values())]
@@ -67,7 +68,8 @@ def inner_gradient(compute: Callable[..., Sequence[Tensor | None]], whole: bool)
             with without_modes():
                 found = compute(listed, wanted, seeds, create_graph=True, allow_unused=True)
         except NotImplementedError:
-            raise _refused("torch.autograd.grad goes through an autograd.Function or a hook") from None
+            help = "write the function with operations that torch differentiates, and leave the hook out"
+            raise _refused("torch.autograd.grad goes through an autograd.Function or a hook", help) from None
         absent = [x is None for x in found]
         if any(absent) and not (allow_unused or (allow_unused is None and materialize_grads)):
             raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
@@ -87,9 +89,5 @@ def inner_gradient(compute: Callable[..., Sequence[Tensor | None]], whole: bool)
     return run
 
 
-def _refused(what: str) -> PartcError:
-    return PartcError(
-        "P0216",
-        f"{what}, which partc cannot follow",
-        help="call torch.autograd.grad once for each gradient",
-    )
+def _refused(what: str, help: str) -> PartcError:
+    return PartcError("P0216", f"{what}, which partc cannot follow", help=help)

@@ -360,7 +360,8 @@ def _backward(
     def run(given: Sequence[Tensor | None], places: list[int]) -> tuple[list[int], _Returned, _Pairs]:
         inside.append([])
         try:
-            with returning():  # backward runs behind all of forward's draws, and only repeats earlier ones
+            # Backward runs behind all of forward's draws, and only repeats earlier ones. It records no gradient.
+            with returning(), torch.no_grad():
                 backward = cls.backward if cls.backward is not torch.autograd.Function.backward else cls.vjp
                 found = backward(context, *given)
         finally:

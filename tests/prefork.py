@@ -2,7 +2,8 @@
 
 A server imports it once, and forks for every command: `python FILE ...` or `python -m MODULE ...`, in the environment
 and the folder that are given, as a new interpreter would run it. Of partc and packages it has no module in memory; the
-files of the runtime, which every package has a copy of, are compiled.
+files of the runtime, which every package has a copy of, are compiled. A second server, for commands of partc alone, has
+partc's modules as well.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ PRELOADED = (
     "torch._functorch.aot_autograd",
     "safetensors.torch",
     "transformers.modeling_utils",
+    "pytest",  # test files that define models import it
 )
+REFERENCE = "partc.package.reference"
+OF_PARTC = ("partc.api", "partc.frontend.trace", REFERENCE)
 RUNTIME = Path(__file__).parents[1] / "partc" / "runtime"
 
 
@@ -59,12 +63,14 @@ def shared() -> Server:
     return _SERVER
 
 
-def done(command: Sequence[object], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def done(
+    command: Sequence[object], environment: Mapping[str, str] | None = None, *, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """A Python command's end; all that it said counts as said to stderr."""
     words = [str(word) for word in command]
     with tempfile.TemporaryDirectory(prefix="partc-done-") as folder:
         output = Path(folder) / "output"
-        code = shared().start(words, output, os.environ if environment is None else environment).wait()
+        code = shared().start(words, output, os.environ if environment is None else environment, cwd).wait()
         return subprocess.CompletedProcess(words, code, "", output.read_text())
 
 
@@ -77,17 +83,26 @@ class Server:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._place = ""
 
-    def start(self, command: Sequence[str], output: Path, environment: Mapping[str, str]) -> Forked:
+    def start(
+        self, command: Sequence[str], output: Path, environment: Mapping[str, str], cwd: Path | None = None
+    ) -> Forked:
         """Run a Python command whose words follow the interpreter's; what it says goes into a file."""
         if self._process is None:
             self._folder = tempfile.TemporaryDirectory(prefix="partc-prefork-")
             self._place = str(Path(self._folder.name) / "socket")
             server = [sys.executable, __file__, self._place]
             self._process = subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            assert self._process.stdout is not None and self._process.stdout.readline() == b"ready\n"
+            assert self._process.stdout is not None
+            assert [self._process.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(self._place)
-        job = {"command": list(command), "output": str(output), "cwd": os.getcwd(), "environment": dict(environment)}
+        own = command[0] == "-m" and command[1].partition(".")[0] == "partc"
+        connection.connect(_of_partc(self._place) if own else self._place)
+        job = {
+            "command": list(command),
+            "output": str(output),
+            "cwd": str(cwd or Path.cwd()),
+            "environment": dict(environment),
+        }
         connection.sendall(json.dumps(job).encode() + b"\n")
         return Forked(connection, self._add)
 
@@ -163,12 +178,36 @@ class Ranks:
             rank.terminate()
 
 
-def serve(place: str) -> NoReturn:
-    """Fork a process for the command of every connection, and answer there with its end."""
-    for name in PRELOADED:
+def _of_partc(place: str) -> str:
+    """The socket of the second server."""
+    return f"{place}-partc"
+
+
+def both(place: str) -> NoReturn:
+    """Run both servers; the second one is a fork of the first."""
+    _preload(PRELOADED)
+    _compile_once()
+    second = os.fork()
+    if second:
+        serve(place, second)
+    sys.path.insert(0, str(RUNTIME.parents[1]))
+    _preload(OF_PARTC)
+    sys.path.pop(0)
+    sys.modules.pop(REFERENCE, None)  # commands run it as their main module
+    serve(_of_partc(place))
+
+
+def _preload(names: Sequence[str]) -> None:
+    for name in names:
         with contextlib.suppress(ImportError):
             __import__(name)
-    _compile_once()
+
+
+def serve(place: str, second: int | None = None) -> NoReturn:
+    """Fork a process for the command of every connection, and answer there with its end.
+
+    The server ends when its input does, and after the `second` one, whose time then counts with its own.
+    """
     _note_files_of_modules()
     gc.collect()
     gc.freeze()  # children search what they allocate alone
@@ -185,6 +224,8 @@ def serve(place: str) -> NoReturn:
     while True:
         ready, _, _ = select.select([listener, ended, sys.stdin], [], [])
         if sys.stdin in ready:
+            if second is not None:
+                os.waitpid(second, 0)
             sys.exit()
         if ended in ready:
             ended.recv(1024)
@@ -276,4 +317,4 @@ def run_command(job: Mapping[str, Any]) -> int:
 
 if __name__ == "__main__":
     del sys.path[0]  # this folder, in which preloaded modules would find `kernels`
-    serve(sys.argv[1])
+    both(sys.argv[1])

@@ -170,14 +170,17 @@ def test_the_readmes_model_file_works(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_run_prints_the_torchrun_line(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_prints_the_torchrun_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    package = tmp_path / "build"
+    assert main(["compile", MLP, "--mesh", "2", "--precision", "fp64", *SMALL, "-o", str(package)]) == 0
+    capfd.readouterr()
     assert main(["run", str(package), "--json", "--", "--steps", "2"]) == 0
     out, err = capfd.readouterr()
     result = json.loads(out)
     assert set(result) == {"losses", "step_seconds", "step_seconds_median", "tokens_per_second", "peak_bytes"}
-    assert len(result["losses"]) == 2 and len(result["peak_bytes"]) == 4
+    assert len(result["losses"]) == len(result["peak_bytes"]) == 2
     _, torchrun, *arguments = shlex.split(err.splitlines()[0])
-    assert Path(torchrun).name == "torchrun" and arguments[:3] == ["--standalone", "--nproc-per-node", "4"]
+    assert Path(torchrun).name == "torchrun" and arguments[:3] == ["--standalone", "--nproc-per-node", "2"]
     assert str(package / "train.py") in arguments
     assert err.splitlines()[0].count("--steps") == 1, "the number after -- replaces the default"
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import click
 import pytest
 
 from partc.cli import cli, main
+from tests.prefork import done
 
 ROOT = Path(__file__).parents[2]
 MODEL = """import torch
@@ -319,15 +319,8 @@ def test_every_path_of_the_command_line_is_checked() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["latin.py", "nothing.py"])
 def test_in_a_process_of_its_own(name: str, folder: Path) -> None:
-    command = [sys.executable, "-m", "partc", "compile", name, "--mesh", "2"]
     before = contents(folder)
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=_environment())
-    assert done.returncode == 2
-    assert "error P020" in done.stderr and "Traceback" not in done.stderr
+    ended = done(["-m", "partc", "compile", name, "--mesh", "2"], {**os.environ, "PYTHONPATH": str(ROOT)}, cwd=folder)
+    assert ended.returncode == 2
+    assert "error P020" in ended.stderr and "Traceback" not in ended.stderr
     assert contents(folder) == before
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from partc.compilation.given_options import DEFAULTS
 from partc.errors import PartcError
 from partc.ir.mesh import Mesh
 from partc.rules.table import TABLE
+from tests.prefork import done
 
 ROOT = Path(__file__).parents[2]
 MLP = ROOT / "examples" / "mlp.py"
@@ -88,16 +88,11 @@ def test_a_script_is_imported_too(tmp_path: Path) -> None:
         "    package = partc.compile(build, {'input': torch.randn(4, 3)}, loss=loss, mesh='2')\n"
         f"    package.write({str(tmp_path / 'build')!r})\n"
     )
-    done = subprocess.run([sys.executable, str(script)], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    compiled = done([script], {"PYTHONPATH": str(ROOT)})
+    assert compiled.returncode == 0, compiled.stderr
     assert "from given_model import build as model" in (tmp_path / "build" / "model.py").read_text()
-    done = subprocess.run(
-        [sys.executable, "train.py", "--virtual", "--steps", "1"],
-        cwd=tmp_path / "build",
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    ended = done(["train.py", "--virtual", "--steps", "1"], cwd=tmp_path / "build")
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_function_that_its_module_does_not_hold_is_refused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -16,10 +15,12 @@ from torch import Tensor, nn
 
 import partc
 from partc.errors import PartcError
-from partc.package.launch import RunFailed, local_environment, torchrun_command
+from partc.ir.mesh import Mesh
+from partc.package.launch import RunFailed, local_environment, read_package
 from partc.package.verify import verify
 from partc.runtime.checkpoint.safetensors import load, save
 from tests.durable import trained, whole
+from tests.prefork import done, shared
 
 MODEL = """
 import torch
@@ -90,10 +91,13 @@ def written(folder: Path, *, rows: int = 16, data: str = DATA, infer: str = INFE
 
 
 def inferred(package: Path, out: Path, *arguments: object, virtual: bool = True) -> subprocess.CompletedProcess[str]:
-    script = str(package / "infer.py")
-    command = [sys.executable, script, "--virtual"] if virtual else torchrun_command(package, ())
-    command += ["--out", str(out), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=local_environment(), timeout=120)
+    command = [str(package / "infer.py"), "--out", str(out), *map(str, arguments)]
+    if virtual:
+        return done([*command, "--virtual"], local_environment())
+    output = package.with_suffix(".txt")
+    size = Mesh.parse(read_package(package)["mesh"]).size
+    code = shared().ranks(size, command, output, local_environment()).wait()
+    return subprocess.CompletedProcess(command, code, "", output.read_text())
 
 
 def results(out: Path) -> list[dict[str, Tensor]]:
@@ -139,8 +143,8 @@ def test_results_equal_those_of_one_device(tmp_path: Path, case: str) -> None:
     package = given.write(tmp_path / "build")
     module, model = plain(package)
     save(tmp_path / "w.safetensors", model.state_dict())
-    done = inferred(package, tmp_path / "out", "--batches", 2, "--init", tmp_path / "w.safetensors")
-    assert done.returncode == 0, done.stderr
+    ended = inferred(package, tmp_path / "out", "--batches", 2, "--init", tmp_path / "w.safetensors")
+    assert ended.returncode == 0, ended.stderr
     found = results(tmp_path / "out")
     assert len(found) == 2
     for step, mine in enumerate(found):
@@ -158,8 +162,8 @@ def test_a_checkpoint_of_a_training_on_another_mesh(tmp_path: Path) -> None:
     training = partc.compile(file, mesh="dp=2", precision="fp64").write(tmp_path / "training")
     trained(training, "--steps", 2, "--save", tmp_path / "save")
     package = partc.compile(file, mesh="tp=2", precision="fp64", forward_only=True).write(tmp_path / "build")
-    done = inferred(package, tmp_path / "out", "--checkpoint", tmp_path / "save")
-    assert done.returncode == 0, done.stderr
+    ended = inferred(package, tmp_path / "out", "--checkpoint", tmp_path / "save")
+    assert ended.returncode == 0, ended.stderr
     module, model = plain(package)
     model.load_state_dict(whole(next((tmp_path / "save").glob("step_*"))), strict=False)
     found = results(tmp_path / "out")
@@ -175,12 +179,12 @@ def test_a_checkpoint_of_a_training_on_another_mesh(tmp_path: Path) -> None:
 def test_ends_of_data(tmp_path: Path) -> None:
     uneven = "data = [made(1), made(2), {'ids': made(3)['ids'][:7]}]"
     package = partc.compile(written(tmp_path, data=uneven), mesh="dp=2", forward_only=True).write(tmp_path / "build")
-    done = inferred(package, tmp_path / "out")
-    assert done.returncode == 2 and "P0543" in done.stderr and len(results(tmp_path / "out")) == 2
+    ended = inferred(package, tmp_path / "out")
+    assert ended.returncode == 2 and "P0543" in ended.stderr and len(results(tmp_path / "out")) == 2
     tokens = torch.arange(16 * 5 * 2 + 12) % 23
     (tmp_path / "t.bin").write_bytes(tokens.to(torch.int16).numpy().tobytes())
-    done = inferred(package, tmp_path / "rows", "--data", tmp_path / "t.bin")
-    assert done.returncode == 0 and "the last 2 rows" in done.stderr
+    ended = inferred(package, tmp_path / "rows", "--data", tmp_path / "t.bin")
+    assert ended.returncode == 0 and "the last 2 rows" in ended.stderr
     lengths = torch.cat([each["lengths"] for each in results(tmp_path / "rows")])
     assert torch.equal(lengths, (tokens[:160].view(32, 5) > 3).sum(-1))
     endless = partc.compile(written(tmp_path), mesh="dp=2", forward_only=True).write(tmp_path / "endless")
@@ -239,8 +243,8 @@ def test_real_ranks_write_the_same_files(tmp_path: Path) -> None:
     given = partc.compile(written(tmp_path), mesh="pp=2,tp=2", microbatches=2, forward_only=True)
     package = given.write(tmp_path / "build")
     for real in (False, True):
-        done = inferred(package, tmp_path / f"out{real}", "--batches", 2, virtual=not real)
-        assert done.returncode == 0, done.stderr
+        ended = inferred(package, tmp_path / f"out{real}", "--batches", 2, virtual=not real)
+        assert ended.returncode == 0, ended.stderr
     files = [[path.read_bytes() for path in sorted((tmp_path / f"out{real}").iterdir())] for real in (False, True)]
     assert files[0] == files[1] and len(files[0]) == 2
 

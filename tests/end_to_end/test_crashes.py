@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ import partc
 from partc.cli.console import guarded
 from partc.errors import PartcError
 from partc.passes.recompute.choice import SavingProblem, frontier
+from tests.prefork import done
 
 HEAD = """\
 import functools
@@ -238,13 +237,12 @@ def test_a_refusal_does_not_depend_on_filters_of_warnings(tmp_path: Path) -> Non
 def test_a_conditional_is_refused_at_its_line(branches: str, said: str, tmp_path: Path) -> None:
     """This runs in a process of its own: after some other tests, torch failed to trace torch.cond, with another error."""
     path = Case(body=f"torch.cond(x.sum() > 0, {branches}, (x,))").write(tmp_path)
-    command = [sys.executable, "-m", "partc", "compile", str(path), "--mesh", "2", "-o", str(tmp_path / "build")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    text = re.sub(r"\s+", "", done.stderr)  # the console wraps long lines
-    assert done.returncode == 2 and said in text and "cond" in text and "help:" in text, done.stderr
+    ended = done(["-m", "partc", "compile", path, "--mesh", "2", "-o", tmp_path / "build"])
+    text = re.sub(r"\s+", "", ended.stderr)  # the console wraps long lines
+    assert ended.returncode == 2 and said in text and "cond" in text and "help:" in text, ended.stderr
     first = next(n for n, line in enumerate(path.read_text().splitlines(), 1) if "def forward" in line)
     place = re.search(re.escape(re.sub(r"\s+", "", str(path))) + r":(\d+)", text)
-    assert place is not None and int(place[1]) > first, done.stderr
+    assert place is not None and int(place[1]) > first, ended.stderr
 
 
 @pytest.mark.parametrize("value", ["dict", "str", "int", "type", "iter", "map", "Exception", "getattr"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,10 @@ from tests.durable import trained, whole
 from tests.independent.plain import Recipe, train
 from tests.independent.trainings import ALLOWED, MODELS, Setting, compared
 from tests.models.left_out import model
-from tests.prefork import Server
+from tests.prefork import shared
 
 MODEL = Path(__file__).parents[1] / "models" / "left_out.py"
 _DECAY = {"weight_decay": 0.1, "clip": 0.5, "steps": 6}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.close()
 
 
 def _recipe(**how: Any) -> Recipe:
@@ -54,9 +47,9 @@ def _recipe(**how: Any) -> Recipe:
     ],
 )
 def test_the_optimizer_leaves_parameters_without_a_gradient(
-    mesh: str, options: Mapping[str, Any], recipe: Recipe, tmp_path: Path, server: Server
+    mesh: str, options: Mapping[str, Any], recipe: Recipe, tmp_path: Path
 ) -> None:
-    found = compared(MODEL, Setting(mesh=mesh, options=options, recipe=recipe), tmp_path, server)
+    found = compared(MODEL, Setting(mesh=mesh, options=options, recipe=recipe), tmp_path, shared())
     assert not found.refused and found.error <= ALLOWED, (found.error, found.where)
 
 
@@ -121,16 +114,16 @@ def test_counts_are_not_compressed() -> None:
     ("mesh", "options"),
     [("dp=2", {"zero": 1}), pytest.param("pp=2,tp=2", {"microbatches": 2}, marks=pytest.mark.slow)],
 )
-def test_dropped_layers_have_no_gradient(mesh: str, options: Mapping[str, Any], tmp_path: Path, server: Server) -> None:
+def test_dropped_layers_have_no_gradient(mesh: str, options: Mapping[str, Any], tmp_path: Path) -> None:
     setting = Setting(mesh=mesh, options=options, recipe=_recipe(accumulate=2))
-    found = compared(MODELS / "dropped_layers.py", setting, tmp_path, server)
+    found = compared(MODELS / "dropped_layers.py", setting, tmp_path, shared())
     assert not found.refused and found.error <= ALLOWED, (found.error, found.where)
 
 
 @pytest.mark.slow
-def test_parameters_and_their_counts_are_in_one_stage(tmp_path: Path, server: Server) -> None:
+def test_parameters_and_their_counts_are_in_one_stage(tmp_path: Path) -> None:
     setting = Setting(mesh="pp=2", options={"microbatches": 3, "zero": 1}, recipe=_recipe())
-    found = compared(MODEL.with_name("single_experts.py"), setting, tmp_path, server)
+    found = compared(MODEL.with_name("single_experts.py"), setting, tmp_path, shared())
     assert not found.refused and found.error <= ALLOWED, (found.error, found.where)
     with pytest.raises(PartcError) as caught:
         partc.compile(MODEL.with_name("single_experts.py"), mesh="pp=12", microbatches=12)

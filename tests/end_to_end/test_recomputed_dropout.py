@@ -15,7 +15,7 @@ from partc.frontend.trace import trace_model
 from partc.ir.mesh import Mesh
 from tests.independent.plain import Recipe, train
 from tests.independent.trainings import ALLOWED, differences, packaged
-from tests.prefork import Server
+from tests.prefork import shared
 
 MODEL = Path(__file__).parents[1] / "models" / "recomputed_dropout.py"
 
@@ -33,9 +33,8 @@ def test_a_checkpoint_with_dropout_trains_like_the_model_without(
 ) -> None:
     """The plain loop runs without the checkpoint, so that it draws each mask once."""
     package = partc.compile(str(MODEL), mesh=mesh, precision="fp64", options={"checkpointed": True}, **options)
-    recipe, server = Recipe(weight_decay=0.1, clip=0.5), Server()
-    found = packaged(package.write(tmp_path / "build"), recipe, tmp_path, server)
-    server.close()
+    recipe = Recipe(weight_decay=0.1, clip=0.5)
+    found = packaged(package.write(tmp_path / "build"), recipe, tmp_path, shared())
     where, error = max(differences(found, train(MODEL, recipe)), key=lambda item: item[1])
     assert error <= ALLOWED, where
 

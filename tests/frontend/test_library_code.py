@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from partc.frontend.graph_reader import repeated_part
 from partc.frontend.strided_views import SLICED, windows
 from partc.frontend.trace import Traced, trace_model
 from partc.ir.mesh import Mesh
+from tests.prefork import done
 
 ROOT = Path(__file__).parents[2]
 Body = Callable[["Net", Tensor], Tensor]
@@ -270,11 +270,9 @@ def test_packages_below_other_folders_of_the_search_path_are_installed(tmp_path:
         "def batch():\n    return {'input': torch.randn(4, 4)}\n\n"
         "def loss(model, batch):\n    return model(**batch).sum()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "partc", "compile", str(model), "--mesh", "2", "-o", str(tmp_path / "build")],
-        env={"PYTHONPATH": f"{ROOT}:{tmp_path / 'lib'}"},
-        capture_output=True,
-        text=True,
+    ended = done(
+        ["-m", "partc", "compile", model, "--mesh", "2", "-o", tmp_path / "build"],
+        {"PYTHONPATH": f"{ROOT}:{tmp_path / 'lib'}"},
     )
-    assert done.returncode == 0, done.stderr
+    assert ended.returncode == 0, ended.stderr
     assert not list((tmp_path / "build").rglob("blocks.py"))

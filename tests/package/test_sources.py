@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 import partc
 from partc.errors import PartcError
+from tests.prefork import done
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,9 +80,8 @@ def _forgotten() -> object:
 
 def _train(package: Path) -> None:
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, str(package / "train.py"), "--virtual", "--steps", "1"]
-    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    ended = done([package / "train.py", "--virtual", "--steps", "1"], environment, cwd=Path("/"))
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.slow
@@ -95,9 +94,8 @@ def test_a_model_file_among_others(tmp_path: Path) -> None:
     folder = package.write(tmp_path / "build")
     (tmp_path / "project").rename(tmp_path / "gone")
     _train(folder)
-    inspected = [sys.executable, "-m", "partc", "inspect", str(folder), "--after", "trace"]
-    done = subprocess.run(inspected, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    inspected = done(["-m", "partc", "inspect", folder, "--after", "trace"], cwd=ROOT)
+    assert inspected.returncode == 0, inspected.stderr
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ from partc.package.launch import local_environment
 from partc.runtime.checkpoint.safetensors import load, save
 from partc.runtime.comm.comm import Axis, Comm
 from partc.runtime.comm.virtual import Deadlock, VirtualComm, World
+from tests.prefork import shared
 
 SIZE = 3
 GROUPS = {"tp": (0, 1, 2)}
@@ -189,19 +188,10 @@ def test_threads() -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_processes(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path)],
-            env={**local_environment(), **place, "RANK": str(rank), "PYTHONPATH": path},
-        )
-        for rank in range(SIZE)
-    ]
-    assert [process.wait(timeout=60) for process in processes] == [0] * SIZE
+    output = tmp_path / "output"
+    ranks = shared().ranks(SIZE, [__file__, str(tmp_path)], output, {**local_environment(), "PYTHONPATH": path})
+    assert ranks.wait() == 0, output.read_text()
     check([load(tmp_path / f"{rank}.safetensors")[0] for rank in range(SIZE)])
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
-import subprocess
-import sys
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +20,7 @@ from partc.runtime.checkpoint.manifest import checkpoints, read
 from partc.runtime.documents import Malformed
 from partc.runtime.train.position import decoded, encoded
 from tests.durable import losses, train, trained, whole
+from tests.prefork import done
 
 MODEL = """
 import random
@@ -153,10 +153,9 @@ def test_a_state_is_restored_and_nothing_is_read_again(tmp_path: Path) -> None:
     file.write_text(
         file.read_text().replace("yield made(", "print('made', self.given, flush=True)\n            yield made(")
     )
-    command = [sys.executable, str(package / "train.py"), "--virtual", "--steps", "6", "--save", str(tmp_path / "save")]
-    done = subprocess.run([*command, "--resume"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["made", "5", "made", "1"]
+    ended = done([package / "train.py", "--virtual", "--steps", "6", "--save", tmp_path / "save", "--resume"])
+    assert ended.returncode == 0, ended.stderr
+    assert re.findall(r"^made (\d+)$", ended.stderr, re.MULTILINE) == ["5", "1"]
 
 
 @pytest.mark.slow

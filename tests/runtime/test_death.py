@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from partc.package.launch import local_environment, torchrun_command
+from tests.prefork import done
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 TESTS = Path(__file__).parents[1]
@@ -147,13 +148,7 @@ def test_a_rank_that_fails_is_named(tmp_path: Path, failing: int) -> None:
 
 def test_the_wrong_number_of_ranks(tmp_path: Path) -> None:
     build = package(tmp_path, dp=1)
-    variables = {"RANK": "0", "WORLD_SIZE": "3"}
-    done = subprocess.run(
-        [sys.executable, str(build / "train.py")],
-        env={**local_environment(), **variables},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error P0501: this package is for 2 ranks (pp=2,dp=1,tp=1), and was started on 3")
-    assert "Traceback" not in done.stderr
+    ended = done([build / "train.py"], {**local_environment(), "RANK": "0", "WORLD_SIZE": "3"})
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error P0501: this package is for 2 ranks (pp=2,dp=1,tp=1), and was started on 3")
+    assert "Traceback" not in ended.stderr

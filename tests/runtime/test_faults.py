@@ -27,6 +27,7 @@ from partc.runtime.processes.signals import Caught
 from partc.runtime.processes.watchdog import Watchdog
 from partc.runtime.torch_private import lone_store
 from partc.runtime.train.log import StepLog
+from tests.prefork import done
 from tests.runtime.test_death import SECONDS, by_hand, package, rank_of, wait_for_steps
 
 together = pytest.mark.processes
@@ -142,8 +143,7 @@ def test_a_port_in_use(tmp_path: Path, rank: int, code: int, said: str) -> None:
 
 def _alone(build: Path, rank: int, port: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(build / "train.py"), *arguments]
-    return subprocess.run(command, env={**local_environment(), **variables}, capture_output=True, text=True, timeout=60)
+    return done([build / "train.py", *arguments], {**local_environment(), **variables})
 
 
 @pytest.mark.slow

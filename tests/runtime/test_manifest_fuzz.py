@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import os
@@ -36,13 +37,17 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         _opened.append(os.path.realpath(os.fsdecode(arguments[0])))
 
 
-sys.addaudithook(_audit)
+@functools.cache
+def _hooked() -> None:
+    """Audit from here on: hooks stay until the process ends, and cost all that runs in it a few percent."""
+    sys.addaudithook(_audit)
 
 
 @contextmanager
 def watched(folder: Path) -> Iterator[None]:
     """Every file that is opened meanwhile lies in the folder."""
     global _opened
+    _hooked()
     _opened = []
     try:
         yield

@@ -27,6 +27,7 @@ from partc.cost.accounting import ReplicatedOp, communication, replicated_ops
 from partc.cost.flops import model_flops
 from partc.cost.memory import Account
 from partc.cost.saved_tensors import most_saved
+from partc.garbage_collection import rare_collections
 from partc.ir.mesh import Mesh
 from partc.ir.printer import readable
 from partc.ir.program import Program
@@ -219,6 +220,7 @@ class Compilation:
         return next((step.program for step in reversed(self.steps) if step.name in done), self.traced)
 
 
+@rare_collections()
 def compile(
     model: Any,
     batch: Any = None,

@@ -16,12 +16,12 @@ import click
 from partc import __version__
 from partc.cli import compile_options, console
 from partc.cli.compile_report import print_report
-from partc.cli.garbage_collection import rare_collections
 from partc.cli.paths import PATH
 from partc.cli.planning import plan_command, replan_command
 from partc.cli.simulation import cluster_command, simulate_command
 from partc.cli.tracing import trace_command
 from partc.errors import PartcError
+from partc.garbage_collection import rare_collections
 
 if TYPE_CHECKING:
     from partc.api import Compilation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import sys
@@ -14,6 +15,7 @@ from torch import nn
 import partc
 from partc.compilation.given_options import DEFAULTS
 from partc.errors import PartcError
+from partc.garbage_collection import THRESHOLDS
 from partc.ir.mesh import Mesh
 from partc.rules.table import TABLE
 from tests.prefork import done
@@ -75,6 +77,15 @@ def test_a_function_is_imported_by_its_package() -> None:
     assert set(package.extra) == {"batch.pt", "sources/given_models.py"}
     assert "from given_models import build as model\nfrom given_models import loss\n" in package.model_source
     assert package.verify(steps=1).ok
+
+
+def test_the_garbage_collector_rarely_runs_in_a_compile() -> None:
+    before, seen = gc.get_threshold(), set()
+    partc.compile(MLP, mesh="2", on_phase=lambda phase: seen.add(gc.get_threshold()))
+    assert seen == {THRESHOLDS} and gc.get_threshold() == before
+    with pytest.raises(PartcError):
+        partc.compile(MLP, mesh="none")
+    assert gc.get_threshold() == before
 
 
 @pytest.mark.slow

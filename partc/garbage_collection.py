@@ -1,4 +1,4 @@
-"""Garbage collection while a command runs."""
+"""Garbage collection while partc compiles."""
 
 from __future__ import annotations
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 
 from partc.errors import PartcError
@@ -150,8 +151,9 @@ def _manifest(directory: Path) -> dict[str, str]:
         return {}
     pairs = (line.partition("  ") for line in lines)
     listed = {name: digest for digest, found, name in pairs if found}
+    resolved = functools.cache(Path.resolve)  # most files share their folders
     for name in listed:
-        if not _is_inside(directory, name):
+        if not _is_inside(directory, name, resolved):
             raise PartcError(
                 "P0606",
                 f"{directory / MANIFEST} lists {name!r}, which is not in the folder",
@@ -160,12 +162,12 @@ def _manifest(directory: Path) -> dict[str, str]:
     return listed
 
 
-def _is_inside(directory: Path, name: str) -> bool:
+def _is_inside(directory: Path, name: str, resolved: Callable[[Path], Path]) -> bool:
     """Whether a listed name is a file inside the folder that is reached without symbolic links."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name or not path.parts:
         return False
-    return (directory / path).parent.resolve() == directory.resolve() / path.parent
+    return resolved((directory / path).parent) == resolved(directory) / path.parent
 
 
 def _digest(data: bytes) -> str:

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -308,17 +308,17 @@ def _requiring(model: nn.Module) -> Iterator[str]:
 
 def user_stack() -> traceback.StackSummary:
     """The frames of the user's code within the traced step: those of modules, or of the loss."""
-    users: list[FrameType] = []  # innermost first
+    step = TracedStep.forward.__code__
+    users: list[tuple[CodeType, int]] = []  # innermost first
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not TracedStep.forward.__code__:
-        if not is_machinery(frame.f_code.co_filename):
-            users.append(frame)
+    while frame is not None and (code := frame.f_code) is not step:  # audit hooks hear of each reading of f_code
+        if not is_machinery(code.co_filename):
+            users.append((code, frame.f_lineno))
         frame = frame.f_back
     if frame is None:  # outside of the step
         users.clear()
     users.reverse()
-    modules = [frame for frame in users if frame.f_code.co_name == "forward"]
+    modules = [(code, line) for code, line in users if code.co_name == "forward"]
     return traceback.StackSummary.from_list(
-        traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, line="")
-        for frame in modules or users
+        traceback.FrameSummary(code.co_filename, line, code.co_name, line="") for code, line in modules or users
     )

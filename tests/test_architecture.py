@@ -160,6 +160,12 @@ def test_private_torch_names_stand_in_one_file() -> None:
             assert not found, f"{path.relative_to(ROOT)}: {found[0].strip()}"
 
 
+def test_ranks_register_no_operations() -> None:
+    """Torch looks for the line of each, which takes a noticeable part of a rank's start."""
+    ours = (path for name, path in MODULES.items() if name.startswith("partc.runtime"))
+    assert not [path for path in ours if "torch.library" in path.read_text()]
+
+
 def test_tests_use_public_names_of_partc() -> None:
     """Of its modules and classes: in imports, as attributes, and where a test replaces something."""
     private = re.compile(r"_(?!_|fields\b)")  # named tuples have _fields

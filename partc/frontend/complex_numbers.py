@@ -23,8 +23,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from partc.errors import PartcError
+from partc.frontend.model_precision import computing_in
 from partc.ir.operators import resolve
-from partc.runtime.train.precision import computing_in
 from partc.torch_private import tree_flatten
 
 

@@ -22,6 +22,7 @@ from torch.optim import lr_scheduler
 from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, first_line
+from partc.frontend.model_precision import computing_in
 from partc.frontend.state.first_steps import step_of, with_buffers
 from partc.frontend.state.flags import is_flag
 from partc.frontend.trace_errors import innermost_user_line
@@ -37,7 +38,7 @@ from partc.runtime.optimizer.recipe import Group, parse_recipe
 from partc.runtime.train.data import Tokens, call_with_options, load_model_file, source
 from partc.runtime.train.entries import batches_of_parts, entries, of_model, rebuilt_batch
 from partc.runtime.train.plain_tensors import Members, with_registered_tensors
-from partc.runtime.train.precision import as_real, computing_in, dtype_held, held_in
+from partc.runtime.train.precision import as_real, dtype_held, held_in
 
 DATA = ("data", "data_dtype", "data_labels", "data_end")  # options of train.py that choose the batches
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

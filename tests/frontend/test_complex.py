@@ -14,12 +14,13 @@ from torch import Tensor, nn
 import partc
 from partc.errors import PartcError
 from partc.frontend.complex_numbers import REWRITES
+from partc.frontend.model_precision import computing_in
 from partc.frontend.trace import trace_model
 from partc.ir.interpreter import evaluate_program
 from partc.ir.mesh import Mesh
 from partc.package.export import export
 from partc.passes.normalize import normalize
-from partc.runtime.train.precision import as_real, computing_in
+from partc.runtime.train.precision import as_real
 from tests.durable import train
 
 MODELS = Path(__file__).parents[1] / "independent" / "models"

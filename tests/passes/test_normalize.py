@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from partc import fuel
 from partc.errors import PartcError
+from partc.frontend.model_precision import computing_in
 from partc.frontend.trace import trace_model
 from partc.ir.interpreter import evaluate_program
 from partc.ir.layout import Layout
@@ -26,7 +27,6 @@ from partc.passes.normalize import normalize
 from partc.passes.normalize.writes import with_joins
 from partc.passes.outline import outline
 from partc.passes.simplify import simplify
-from partc.runtime.train.precision import computing_in
 from partc.settings import Settings
 
 Forward = Callable[..., Tensor]

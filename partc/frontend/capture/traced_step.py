@@ -19,6 +19,7 @@ from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.branches.outcomes import Outcomes
 from partc.frontend.branches.value_branches import ValueWatch
 from partc.frontend.gradients.own_backward import Hook
+from partc.frontend.model_precision import computing_in
 from partc.frontend.repeats.copied_calls import UncopiedError
 from partc.frontend.repeats.marks import Repeats
 from partc.frontend.repeats.module_rows import UnequalError, WholeTrace
@@ -39,7 +40,6 @@ from partc.frontend.traceable_forms.untraceable_modules import untraceable_modul
 from partc.runtime.first_steps import FirstSteps, FirstValue
 from partc.runtime.train.entries import of_model, rebuilt_batch
 from partc.runtime.train.plain_tensors import Members
-from partc.runtime.train.precision import computing_in
 from partc.torch_private import attributes_kept_by, disabled_autocast_untraced, without_modes
 
 Loss = Callable[[Any, Any], Any]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from partc.frontend.model_precision import computing_in
 from partc.frontend.trace import trace_file, trace_model
 from partc.ir.interpreter import evaluate_program
 from partc.ir.mesh import Mesh
@@ -20,7 +21,6 @@ from partc.ir.verifier import verify_program
 from partc.passes.normalize import normalize
 from partc.passes.outline import outline
 from partc.passes.simplify import simplify
-from partc.runtime.train.precision import computing_in
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Batch = Mapping[str, Tensor]

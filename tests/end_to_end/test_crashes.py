@@ -77,6 +77,9 @@ NUMBERS = (  # operations along the dimension of a number, which has none
     "t.masked_select(t > -9).sum()", "t.argmax(-1) * t", "t.quantile(0.5)", "t.repeat(2).sum()", "torch.einsum(',->', t, t)",
 )  # fmt: skip
 HOLDS = {
+    "facts of dtypes and sizes": Case(
+        body="w(x) * (torch.can_cast(torch.int, torch.result_type(x, 1)) + 2 * x.is_same_size(x + 1))"
+    ),
     "vector @ vector": Case(body="w(x) * (p @ q)", init=VECTORS),
     "activation @ vector": Case(body="w(x).sum(0) @ p", init=VECTORS),
     "matrix @ vector": Case(body="w(x) @ p", init=VECTORS),

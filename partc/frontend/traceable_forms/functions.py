@@ -10,6 +10,7 @@ combinations(x)              selects by a mask             ->  x[[[0, 1], [0, 2]
 affine_grid(theta, size)     reads the batch's length      ->  (grid @ theta.mT).view(-1, height, width, 2)
 pad(x, (1, 2), "circular")   writes into an empty tensor   ->  cat([x[..., -1:], x, x[..., :2]], -1)
 _foreach_mul_(xs, 0.9)       is one call for many tensors  ->  x.mul_(0.9) for x in xs
+result_type(x, 1)            makes no tensor               ->  torch.float32
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partc.torch_private import said_class, say_class
+from partc.torch_private import said_class, say_class, without_modes
 
 _FOREACH = "_foreach_"
 # What torch's own functions require of values, and the forms below do not check.
@@ -266,6 +267,16 @@ def copied(x: Tensor, protocol: int) -> tuple[Callable[..., Tensor], tuple[Tenso
     return made, (x,)
 
 
+def constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of dtypes and sizes alone, which a trace would record although its result is no tensor."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with without_modes():
+            return function(*args, **kwargs)
+
+    return run
+
+
 def _reduced(each: Tensor, input: Tensor, size_average: Any, reduce: Any, reduction: str) -> Tensor:
     """The losses of examples, or their mean or sum; `input` may be one example."""
     if size_average is not None or reduce is not None:
@@ -282,16 +293,20 @@ _FORMS: Mapping[str, Callable[..., Any]] = {
     "affine_grid": affine_grid,
     "affine_grid_generator": affine_grid,
     "bincount": fixed_bincount,
+    "can_cast": constant(torch.can_cast),
     "coalesce": torch.clone,
     "combinations": combinations,
     "corrcoef": correlation,
     "cov": covariance,
     "fake_quantize_per_tensor_affine": fake_quantized,
     "gaussian_nll_loss": gaussian_nll_loss,
+    "is_same_size": constant(Tensor.is_same_size),
     "linalg_lstsq": least_squares,
     "multi_margin_loss": multi_margin_loss,
     "multilabel_margin_loss": multilabel_margin_loss,
     "pad": circular_padding,
+    "promote_types": constant(torch.promote_types),
+    "result_type": constant(torch.result_type),
     "sparse_coo_tensor": dense_by_places,
     "sparse_csr_tensor": dense_by_rows,
 }

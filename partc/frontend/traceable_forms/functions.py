@@ -268,7 +268,7 @@ def copied(x: Tensor, protocol: int) -> tuple[Callable[..., Tensor], tuple[Tenso
 
 
 def constant(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of dtypes and sizes alone, which a trace would record although its result is no tensor."""
+    """A function of dtypes and sizes alone. A trace would record its calls, whose results are not tensors."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with without_modes():

@@ -16,6 +16,7 @@ from partc.errors import PartcError
 from partc.frontend.trace import trace_model
 from partc.ir.mesh import Mesh
 from partc.passes.normalize import normalize
+from tests.independent.models import dropped_signs
 
 CLIPPED = """
 import torch
@@ -400,3 +401,8 @@ def test_functions_in_loops_and_behind_stopped_gradients(build: Callable[[], nn.
     scans = any(op.name == "scan" for region in made.program.regions for op in region.forward.ops)
     assert scans == (build is not stopped_steps)
     assert made.verify(steps=2).ok
+
+
+def test_functions_in_branches_that_share_their_ends() -> None:
+    """A choice between outcomes is in front of a whole function, and draws behind it keep their numbers."""
+    assert partc.compile(dropped_signs.__file__, mesh="dp=2", precision="fp64").verify(steps=4).ok

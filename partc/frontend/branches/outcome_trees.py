@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from partc.errors import PartcError, Source
 from partc.frontend.branches.changes import before_changes, changed_by, changed_outside, changed_tensor
 from partc.frontend.branches.outcomes import Outcomes, on_path
-from partc.frontend.branches.random_branches import Branching, RandomBranch, alike_at_end
+from partc.frontend.branches.random_branches import Branching, RandomBranch, alike_at_end, behind_functions
 from partc.frontend.trace_errors import RaisedError
 from partc.ir.gradients import reached
 from partc.ir.naming import unique
@@ -244,7 +244,7 @@ class _JoinedOutcomes:
         (usual, usual_outputs), (other, other_outputs) = self._usual, self._other
         shared = alike_at_end(usual, other, lambda one, two: one.form == two.form)
         while isinstance(found := self._pairs(shared), int):
-            shared -= found + 1
+            shared = behind_functions(usual, shared - found - 1)
         bodies = usual[: len(usual) - shared], other[: len(other) - shared]
         changed = [dict.fromkeys(changed_outside(body)) for body in bodies]
         every = changed[0] | changed[1]

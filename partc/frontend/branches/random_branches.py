@@ -440,7 +440,17 @@ class _JoinedGraph:
 def alike_at_end(mine: Sequence[Op], its: Sequence[Op], alike: Callable[[Op, Op], bool]) -> int:
     """The number of operations at the end of both lists that are alike."""
     pairs = zip(reversed(mine), reversed(its), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: alike(*pair), pairs))
+    return behind_functions(mine, sum(1 for _ in takewhile(lambda pair: alike(*pair), pairs)))
+
+
+def behind_functions(ops: Sequence[Op], count: int) -> int:
+    """How many of the last `count` operations are behind each function with a backward of its own that begins before
+    them: its `own_gradient` has to read the same value as its `incoming_gradient`, not a choice.
+    """
+    first = len(ops) - count
+    begun = {name for op in ops[:first] if op.name == "incoming_gradient" for name in op.refs()}
+    ends = (place for place, op in enumerate(ops) if op.name == "own_gradient" and not begun.isdisjoint(op.refs()))
+    return len(ops) - max(first, *(place + 1 for place in ends), 0)
 
 
 def _comparison(mine: Sequence[Op], same: Mapping[str, str], free: Container[str]) -> Callable[[Op, Op], bool]:

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 KEPT, RETURNED = "generator_kept", "generator_returned"  # the marks in a traced graph; their argument is a number
 _library = torch.library.Library("partc", "FRAGMENT")
@@ -28,12 +28,12 @@ torch.fx.node.has_side_effect(torch.ops.partc.generator_returned.default)
 _last = ContextVar("last", default=0)  # the number of the last state that a trace has kept
 
 
-def keep() -> int:
-    """Mark the current state of the generator; returns its number."""
+def keep(sign: int = 1) -> int:
+    """Mark the current state of the generator; returns its number, with this sign."""
     number = _last.get() + 1
     _last.set(number)
-    torch.ops.partc.generator_kept.default([], number)
-    return number
+    torch.ops.partc.generator_kept.default([], sign * number)
+    return sign * number
 
 
 def come_back(number: int) -> None:
@@ -43,12 +43,29 @@ def come_back(number: int) -> None:
 
 @contextmanager
 def returning() -> Iterator[None]:
-    """A context behind which the generator has the state that it had before."""
-    number = keep()
+    """A context behind which the generator has the state that it had before. Nothing else returns to that state."""
+    number = keep(-1)
     try:
         yield
     finally:
         come_back(number)
+
+
+def is_idle(kept: fx.Node) -> bool:
+    """Whether a state is kept only by a context in which nothing is drawn."""
+    node, number = kept.next, kept.args[1]
+    while node.op != "output" and not _draws(node):
+        if node.target is torch.ops.partc.generator_returned.default and node.args[1] == number:
+            return isinstance(number, int) and number < 0
+        node = node.next
+    return False
+
+
+def _draws(node: fx.Node) -> bool:
+    if node.op == "get_attr":  # the operations of a context that switches gradients off
+        inside = getattr(node.graph.owning_module, str(node.target))
+        return isinstance(inside, fx.GraphModule) and any(map(_draws, inside.graph.nodes))
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 @dataclass(slots=True)

@@ -444,8 +444,9 @@ def alike_at_end(mine: Sequence[Op], its: Sequence[Op], alike: Callable[[Op, Op]
 
 
 def behind_functions(ops: Sequence[Op], count: int) -> int:
-    """How many of the last `count` operations are behind each function with a backward of its own that begins before
-    them: its `own_gradient` has to read the same value as its `incoming_gradient`, not a choice.
+    """The number of operations at the end, at most `count`, that follow all functions which begin before them.
+
+    The `own_gradient` of such a function has to read the same value as its `incoming_gradient`, not a choice.
     """
     first = len(ops) - count
     begun = {name for op in ops[:first] if op.name == "incoming_gradient" for name in op.refs()}

@@ -56,6 +56,7 @@ from partc.ir.program import (
     Value,
     without_axes,
 )
+from partc.ir.scans import scan_of
 from partc.passes.differentiate import joint, scans
 from partc.passes.differentiate.recorder import Recorder
 from partc.rules.inference import reshaped
@@ -328,13 +329,13 @@ def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: S
         later: list[Op] = []  # the operations of the model's own backward passes
         found: set[str] = set()  # their results
         for op in region.forward.ops:
-            if op.name == SCAN:
-                _define(op, scans.run(op, loops[op.results[0].name], values), values, sizes, named)
-            elif op.name == "own_gradient":
+            if op.name == "own_gradient":
                 _run_with_gradients(op, later, values, live, sizes, named)
             elif op.name == "incoming_gradient" or not found.isdisjoint(op.refs()):
                 later.append(op)
                 found.update(value.name for value in op.results)
+            elif op.name == SCAN:
+                _define(op, scans.run(op, loops[op.results[0].name], values), values, sizes, named)
             else:
                 _run(op, values, live, sizes, named)
         return tuple(named(values[name], name) for name in region.forward.outputs)
@@ -386,6 +387,9 @@ def _refusal(error: RuntimeError, warnings: Sequence[str], graph: Graph) -> Part
 
 def _run(op: Op, values: dict[str, Any], live: set[str], sizes: Sizes, named: _Named) -> None:
     """Run one IR operation on fake tensors and mark what it defines."""
+    if op.name == SCAN:  # a loop of the model's own backward pass
+        _define(op, scans.run(op, scans.Derivative(forward=scan_of(op)), values), values, sizes, named)
+        return
     args = [_tensor_arg(arg, values) for arg in op.args]
     attrs = {key: _tensor_arg(arg, values) for key, arg in op.attrs}
     _define(op, call_operator(op, args, attrs, live, sizes), values, sizes, named)

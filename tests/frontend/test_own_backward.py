@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +382,38 @@ class Steps(nn.Module):
         return self.down(self.beside(x) * (spikes.detach() if self.stopped else spikes)).square().mean()
 
 
+class Decayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _decayed(x.unbind(1))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return _decayed(grad.unbind(1)[::-1]).flip(1)
+
+
+def _decayed(rows: Sequence[Tensor]) -> Tensor:
+    state, made = torch.zeros_like(rows[0]), []
+    for row in rows:
+        state = 0.9 * state + row
+        made.append(state)
+    return torch.stack(made, 1)
+
+
+class Backwards(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = Decayed.apply(self.up(x))
+        return self.down(h).square().mean()
+
+
+def loop_in_backward() -> nn.Module:
+    return Backwards()
+
+
 def loop() -> nn.Module:
     return Steps(10, False)
 
@@ -394,7 +426,7 @@ def stopped_steps() -> nn.Module:
     return Steps(2, True)
 
 
-@pytest.mark.parametrize("build", [loop, stopped_loop, stopped_steps])
+@pytest.mark.parametrize("build", [loop, loop_in_backward, stopped_loop, stopped_steps])
 def test_functions_in_loops_and_behind_stopped_gradients(build: Callable[[], nn.Module]) -> None:
     batch = {"x": torch.randn(8, 2 if build is stopped_steps else 10, 6)}
     made = partc.compile(build, batch, mesh="pp=2", microbatches=2, precision="fp64")

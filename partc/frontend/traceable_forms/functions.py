@@ -10,7 +10,7 @@ combinations(x)              selects by a mask             ->  x[[[0, 1], [0, 2]
 affine_grid(theta, size)     reads the batch's length      ->  (grid @ theta.mT).view(-1, height, width, 2)
 pad(x, (1, 2), "circular")   writes into an empty tensor   ->  cat([x[..., -1:], x, x[..., :2]], -1)
 _foreach_mul_(xs, 0.9)       is one call for many tensors  ->  x.mul_(0.9) for x in xs
-result_type(x, 1)            makes no tensor               ->  torch.float32
+result_type(x, 1)            has a constant as its result  ->  torch.float32
 """
 
 from __future__ import annotations

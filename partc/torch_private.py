@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as
 from torch.jit._fuser import optimized_execution
 from torch.nn.modules.adaptive import _ASMoutput as AdaptiveLosses
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -67,6 +68,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GuardOnValues",
+    "InstanceNorm",
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",

@@ -55,6 +55,7 @@ CHEAP = {
     "one_vector": (1, 4),
     "selected_blocks": (0,),
     "nearly_attention": (1,),
+    "memory_efficient": (0, 4),
 }
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))

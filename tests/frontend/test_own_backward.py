@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -145,6 +146,46 @@ class Nested(nn.Module):
 
 def nested() -> nn.Module:
     return Nested()
+
+
+class Normed(nn.Module):
+    """A checkpoint around a batch norm of dropped numbers, and around what `watch` adds."""
+
+    def __init__(self, watch: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.register_buffer("seen", torch.zeros(8))
+        self.watch = watch
+
+    def normed(self, h: Tensor) -> Tensor:
+        h = self.norm(F.dropout(h, 0.25))
+        if self.watch:
+            self.seen += h.detach().mean(0)
+        return h.relu()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(checkpoint(self.normed, self.first(x), use_reentrant=False), 0.25)
+        return self.last(h).square().mean()  # type: ignore[no-any-return]
+
+
+def normed() -> nn.Module:
+    return Normed(False)
+
+
+def watched() -> nn.Module:
+    return Normed(True)
+
+
+def test_norms_in_checkpoints_update_their_statistics_twice() -> None:
+    """Torch's backward runs them again, with the same dropout."""
+    package = partc.compile(normed, {"x": torch.randn(8, 6)}, mesh="dp=2", precision="fp64")
+    assert package.verify(steps=2).worst.rel_err < 1e-12
+
+
+def test_other_changes_in_checkpoints_are_refused() -> None:
+    with pytest.raises(PartcError, match="forward changes seen within") as refused:
+        partc.compile(watched, {"x": torch.randn(8, 6)}, mesh="dp=2")
+    assert refused.value.code == "P0225" and refused.value.source is not None
 
 
 def test_checkpoints_in_checkpoints_are_trained() -> None:

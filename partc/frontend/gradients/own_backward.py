@@ -17,7 +17,7 @@ import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from partc.errors import PartcError, Source
 from partc.frontend.gradients.inner_gradients import inner_gradient
 from partc.frontend.repeats.module_rows import WholeTrace
-from partc.frontend.state.generator_states import returning
+from partc.frontend.state.generator_states import come_back, keep, returning
 from partc.installed import is_machinery, line_of, user_frame
 from partc.ir import operators  # noqa: F401 (defines the operators)
 from partc.runtime.torch_private import tree_map_only
@@ -39,9 +39,12 @@ from partc.torch_private import (
     GLOBAL_HOOKS,
     GRADIENT_HOOKS,
     TENSOR_HOOKS,
+    BatchNorm,
     CheckpointFunction,
+    InstanceNorm,
     checkpoint,
     inside_functorch,
+    tree_flatten,
 )
 
 _OWN = "forward computes gradients itself"
@@ -179,24 +182,28 @@ class _Context:
 
 
 @contextmanager
-def following_own_backward(say: Callable[[str], None], parts: int = 1, *, whole: bool = True) -> Iterator[None]:
+def following_own_backward(
+    model: nn.Module, say: Callable[[str], None], parts: int = 1, *, whole: bool = True
+) -> Iterator[None]:
     """A context in which autograd functions and hooks are traced; what cannot be traced raises PartcError P0216.
 
     Calls of `torch.autograd.grad` are recorded; unless the trace is `whole`, they raise WholeTrace.
 
     The loss of the traced batch is divided by `parts`, and so are gradients that functions add themselves. Calls of
-    `torch.utils.checkpoint` change nothing, and are reported to `say`; as in eager mode, reentrant calls return no
-    gradient if no argument requires one.
+    `torch.utils.checkpoint` are reported to `say`. As in eager mode, reentrant calls return no gradient if no argument
+    requires one, and batch norms within calls update their statistics once more, as backward computes them again.
     """
     apply, hook = vars(torch.autograd.Function)["apply"], Tensor.register_hook
     grad, backward = torch.autograd.grad, torch.autograd.backward
     inside: list[_Pairs] = []  # the gradients of weights that each running backward accumulates
+    running: list[Callable[[], Any]] = []  # the checkpointed functions that are running
 
     def own_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             report(sys._getframe(1))
             if any(isinstance(x, Tensor) and x.requires_grad for x in args[2:]):
-                return args[0](*args[2:])
+                with _repeating_changes(lambda: args[0](*args[2:]), model, running, whole=whole, always=True):
+                    return args[0](*args[2:])
             if not whole:  # arguments that modules left out of the trace return may have a gradient
                 raise WholeTrace
             with torch.no_grad():
@@ -230,13 +237,18 @@ def following_own_backward(say: Callable[[str], None], parts: int = 1, *, whole:
     def report(frame: FrameType | None, name: str = "torch.utils.checkpoint") -> None:
         frame = user_frame(frame)
         place = "" if frame is None else f" at {line_of(frame)}"
-        say(f"{name}{place} changes nothing: --recompute decides what is computed again.")
+        say(f"{name}{place} saves no memory by itself: --recompute decides what is computed again.")
 
-    def own_checkpoint(
-        function: Any, keeps_random_state: bool, contexts: Contexts, *_: Any, **__: Any
-    ) -> Iterator[None]:
+    def own_checkpoint(*args: Any, **kwargs: Any) -> Iterator[None]:
         report(sys._getframe(1))
-        return _unpacked(contexts)
+        given = inspect.signature(without_reentrance).bind(*args, **kwargs)
+        given.apply_defaults()
+        function, _, contexts, *_ = given.args
+        named = given.arguments["kwargs"]
+        again = lambda: function(*given.arguments["args"], **named)  # noqa: E731
+        trains = torch.is_grad_enabled() and _trains(function, (*given.arguments["args"], *named.values()))
+        with _repeating_changes(again, model, running, whole=whole, always=False) if trains else nullcontext():
+            yield from _unpacked(contexts)
 
     def own_packing(hooks: saved_tensors_hooks) -> None:
         if isinstance(hooks, save_on_cpu):
@@ -272,6 +284,55 @@ def following_own_backward(say: Callable[[str], None], parts: int = 1, *, whole:
         torch.autograd.grad, torch.autograd.backward = grad, backward
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         Tensor.register_hook = hook  # type: ignore[method-assign]
+
+
+def _trains(function: Any, args: Sequence[Any]) -> bool:
+    """Whether the result of a checkpointed function requires a gradient; True if that is not known."""
+    owner = getattr(function, "__self__", function)
+    read = tree_flatten(args)[0]
+    read += owner.parameters() if isinstance(owner, nn.Module) else []
+    return not isinstance(owner, nn.Module) or any(isinstance(x, Tensor) and x.requires_grad for x in read)
+
+
+@contextmanager
+def _repeating_changes(
+    again: Callable[[], Any], model: nn.Module, running: list[Callable[[], Any]], *, whole: bool, always: bool
+) -> Iterator[None]:
+    """A context that calls a function `again`, with the same random numbers, if buffers of the model change inside.
+
+    Only these changes remain of the second call. Backward computes a function again `always`, or as far as it reads
+    saved tensors, which batch norms are sure to have. `running` has the functions whose contexts surround this one.
+    Raises WholeTrace if buffers change and the trace is not `whole`, PartcError P0225 for buffers that backward may not
+    change again.
+    """
+    start, before, nested = keep(-1), _versions(model), bool(running)
+    running.append(again)
+    try:
+        yield
+    finally:
+        running.pop()
+    after = _versions(model)
+    if after == before:
+        return
+    if not whole:
+        raise WholeTrace
+    with returning():
+        come_back(start)
+        with torch.no_grad():
+            again()
+    sure = {id(x) for part in model.modules() if isinstance(part, BatchNorm | InstanceNorm) for x in part.buffers()}
+    for name, version in _versions(model).items():
+        known = always or (not nested and id(model.get_buffer(name)) in sure)
+        if version != after.get(name) and not known:  # caches, which are filled once, do not change again
+            raise PartcError(
+                "P0225",
+                f"forward changes {name} within torch.utils.checkpoint, and backward may change it once more",
+                help="change it outside, or leave the checkpoint out: --recompute decides what is computed again",
+            )
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    return {name: (id(x), x._version) for name, x in model.named_buffers()}
 
 
 def _unpacked(contexts: Contexts) -> Iterator[None]:

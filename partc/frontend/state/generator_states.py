@@ -52,13 +52,14 @@ def returning() -> Iterator[None]:
 
 
 def is_idle(kept: fx.Node) -> bool:
-    """Whether a state is kept only by a context in which nothing is drawn."""
-    node, number = kept.next, kept.args[1]
-    while node.op != "output" and not _draws(node):
+    """Whether a state is kept only by a context in which nothing is drawn, or that does not return to it."""
+    node, number, drawn = kept.next, kept.args[1], False
+    while node.op != "output":
         if node.target is torch.ops.partc.generator_returned.default and node.args[1] == number:
-            return isinstance(number, int) and number < 0
+            break
+        drawn |= _draws(node)
         node = node.next
-    return False
+    return isinstance(number, int) and number < 0 and not (drawn and node.op != "output")
 
 
 def _draws(node: fx.Node) -> bool:

@@ -22,7 +22,7 @@ from partc.frontend.repeats.copies import RepeatedOps
 from partc.frontend.repeats.marks import MARK
 from partc.frontend.returned_operands import returned
 from partc.frontend.selections.selection_tests import TESTED
-from partc.frontend.state.generator_states import KEPT, RETURNED, is_idle
+from partc.frontend.state.generator_states import KEPT, RETURNED, idle_states
 from partc.frontend.strided_views import windows
 from partc.ir.gradients import reached
 from partc.ir.naming import unique, unreserved
@@ -108,7 +108,7 @@ class GraphReader:
         self._calls = captured.calls
         self._names: dict[fx.Node, str] = {}
         self._ops: list[Op] = []
-        self._idle: set[Any] = set()  # the states that are kept for nothing
+        self._idle = idle_states(captured.exported.graph_module.graph)
         self.params: list[Value] = []
         self.inputs: list[Value] = []
         self.branches: list[RandomBranch] = []
@@ -220,10 +220,7 @@ class GraphReader:
                 outcome=bool(outcome), of_values=bool(of_values), position=len(self._ops), source=source_of(node),
             ))  # fmt: skip
             return
-        if name == KEPT and is_idle(node):
-            self._idle.add(node.args[1])
-            return
-        if name == RETURNED and node.args[1] in self._idle:
+        if name in (KEPT, RETURNED) and node.args[1] in self._idle:
             return
         if name in (TESTED, KEPT, RETURNED):
             self._add(name, tuple(map(self._arg, node.args)), (), (), source_of(node))

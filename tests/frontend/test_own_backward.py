@@ -405,7 +405,7 @@ class Bell(torch.autograd.Function):
 
 
 class Steps(nn.Module):
-    """A loop over time with such a function, whose results are read with a gradient or without one."""
+    """A loop over time that calls such a function. Its results are read with a gradient, or detached."""
 
     def __init__(self, length: int, stopped: bool) -> None:
         super().__init__()

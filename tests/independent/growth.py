@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import partc
 from partc.errors import PartcError
 from partc.ir.mesh import Mesh
 from partc.ir.program import Program
-from tests.independent.plain import load, over_tensors
+from tests.independent.plain import examples, load, over_tensors
 from tests.independent.trainings import MODELS, model_files
 
 Shapes = tuple[str, tuple[tuple[int, ...], ...]]
@@ -31,7 +30,7 @@ Shapes = tuple[str, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Operations whose local shapes the larger batch changes: (operation, shapes before) and (operation, after)."""
+    """Operations whose local shapes differ with the larger batch: their names and shapes before and after."""
 
     before: tuple[Shapes, ...]
     after: tuple[Shapes, ...]
@@ -59,9 +58,7 @@ def growth(path: Path, mesh: str, **options: Any) -> Growth:
 
 
 def _twice(batch: Any) -> Any:
-    found: list[Tensor] = []
-    over_tensors(lambda x: found.append(x) or x, batch)
-    rows = next(x.shape[0] for x in found if x.dim())
+    rows = examples(batch)
     return over_tensors(lambda x: torch.cat([x, x]) if x.dim() and x.shape[0] == rows else x, batch)
 
 

@@ -129,10 +129,15 @@ def over_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
     return batch
 
 
-def _parts(batch: Any, count: int) -> list[Any]:
+def examples(batch: Any) -> int:
+    """The number of examples in a batch: the rows of its first tensor that is not a number."""
     found: list[Tensor] = []
     over_tensors(lambda x: found.append(x) or x, batch)
-    rows = next(x.shape[0] for x in found if x.dim())
+    return next(x.shape[0] for x in found if x.dim())
+
+
+def _parts(batch: Any, count: int) -> list[Any]:
+    rows = examples(batch)
 
     def part(index: int, x: Tensor) -> Tensor:
         return x.chunk(count)[index] if x.dim() and x.shape[0] == rows else x

@@ -271,7 +271,7 @@ def _exported(
     whole = excluded is None
     try:
         with (
-            following_own_backward(traced.model, assume, traced.parts, whole=whole),
+            following_own_backward(modules.named, assume, traced.parts, whole=whole),
             module_hooks(modules.named, traced.parts),
             recorded_stacks(user_stack),
             graphs_without_code(),

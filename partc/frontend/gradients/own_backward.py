@@ -183,7 +183,7 @@ class _Context:
 
 @contextmanager
 def following_own_backward(
-    model: nn.Module, say: Callable[[str], None], parts: int = 1, *, whole: bool = True
+    modules: Mapping[str, nn.Module], say: Callable[[str], None], parts: int = 1, *, whole: bool = True
 ) -> Iterator[None]:
     """A context in which autograd functions and hooks are traced; what cannot be traced raises PartcError P0216.
 
@@ -202,7 +202,7 @@ def following_own_backward(
         if cls is CheckpointFunction:
             report(sys._getframe(1))
             if any(isinstance(x, Tensor) and x.requires_grad for x in args[2:]):
-                with _repeating_changes(lambda: args[0](*args[2:]), model, running, whole=whole, always=True):
+                with _repeating_changes(lambda: args[0](*args[2:]), modules, running, whole=whole, always=True):
                     return args[0](*args[2:])
             if not whole:  # arguments that modules left out of the trace return may have a gradient
                 raise WholeTrace
@@ -241,13 +241,13 @@ def following_own_backward(
 
     def own_checkpoint(*args: Any, **kwargs: Any) -> Iterator[None]:
         report(sys._getframe(1))
-        given = inspect.signature(without_reentrance).bind(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         function, _, contexts, *_ = given.args
         named = given.arguments["kwargs"]
         again = lambda: function(*given.arguments["args"], **named)  # noqa: E731
         trains = torch.is_grad_enabled() and _trains(function, (*given.arguments["args"], *named.values()))
-        with _repeating_changes(again, model, running, whole=whole, always=False) if trains else nullcontext():
+        with _repeating_changes(again, modules, running, whole=whole, always=False) if trains else nullcontext():
             yield from _unpacked(contexts)
 
     def own_packing(hooks: saved_tensors_hooks) -> None:
@@ -270,6 +270,7 @@ def following_own_backward(
     enter = saved_tensors_hooks.__enter__
     saved_tensors_hooks.__enter__ = own_packing  # type: ignore[method-assign]
     without_reentrance = getattr(checkpoint, CHECKPOINT)
+    signature = inspect.signature(without_reentrance)
     setattr(checkpoint, CHECKPOINT, own_checkpoint)
     inner = inner_gradient(grad, whole)
     torch.autograd.grad, torch.autograd.backward = own_grad, own_backward
@@ -289,29 +290,34 @@ def following_own_backward(
 def _trains(function: Any, args: Sequence[Any]) -> bool:
     """Whether the result of a checkpointed function requires a gradient; True if that is not known."""
     owner = getattr(function, "__self__", function)
-    read = tree_flatten(args)[0]
-    read += owner.parameters() if isinstance(owner, nn.Module) else []
-    return not isinstance(owner, nn.Module) or any(isinstance(x, Tensor) and x.requires_grad for x in read)
+    if not isinstance(owner, nn.Module) or any(x.requires_grad for x in owner.parameters()):
+        return True
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tree_flatten(args)[0])
 
 
 @contextmanager
 def _repeating_changes(
-    again: Callable[[], Any], model: nn.Module, running: list[Callable[[], Any]], *, whole: bool, always: bool
+    again: Callable[[], Any],
+    modules: Mapping[str, nn.Module],
+    running: list[Callable[[], Any]],
+    *,
+    whole: bool,
+    always: bool,
 ) -> Iterator[None]:
-    """A context that calls a function `again`, with the same random numbers, if buffers of the model change inside.
+    """A context that calls a function `again`, with the same random numbers, if buffers of modules change inside.
 
     Only these changes remain of the second call. Backward computes a function again `always`, or as far as it reads
     saved tensors, which batch norms are sure to have. `running` has the functions whose contexts surround this one.
     Raises WholeTrace if buffers change and the trace is not `whole`, PartcError P0225 for buffers that backward may not
     change again.
     """
-    start, before, nested = keep(-1), _versions(model), bool(running)
+    start, before, nested = keep(-1), _versions(modules), bool(running)
     running.append(again)
     try:
         yield
     finally:
         running.pop()
-    after = _versions(model)
+    after = _versions(modules)
     if after == before:
         return
     if not whole:
@@ -320,19 +326,21 @@ def _repeating_changes(
         come_back(start)
         with torch.no_grad():
             again()
-    sure = {id(x) for part in model.modules() if isinstance(part, BatchNorm | InstanceNorm) for x in part.buffers()}
-    for name, version in _versions(model).items():
-        known = always or (not nested and id(model.get_buffer(name)) in sure)
-        if version != after.get(name) and not known:  # caches, which are filled once, do not change again
+    for (path, name), version in _versions(modules).items():
+        known = always or (not nested and isinstance(modules[path], BatchNorm | InstanceNorm))
+        if version != after.get((path, name)) and not known:  # caches, which are filled once, do not change again
+            buffer = f"{path}.{name}".lstrip(".")
             raise PartcError(
                 "P0225",
-                f"forward changes {name} within torch.utils.checkpoint, and backward may change it once more",
+                f"forward changes {buffer} within torch.utils.checkpoint, and backward may change it once more",
                 help="change it outside, or leave the checkpoint out: --recompute decides what is computed again",
             )
 
 
-def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    return {name: (id(x), x._version) for name, x in model.named_buffers()}
+def _versions(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], tuple[int, int]]:
+    """The identity and version of each buffer, by the path of its module and its name."""
+    named = ((path, *item) for path, module in modules.items() for item in module._buffers.items())
+    return {(path, name): (id(x), x._version) for path, name, x in named if x is not None}
 
 
 def _unpacked(contexts: Contexts) -> Iterator[None]:

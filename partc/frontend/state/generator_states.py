@@ -29,7 +29,7 @@ _last = ContextVar("last", default=0)  # the number of the last state that a tra
 
 
 def keep(sign: int = 1) -> int:
-    """Mark the current state of the generator; returns its number, with this sign."""
+    """Mark the current state of the generator; returns its number, with this sign. See `idle_states`."""
     number = _last.get() + 1
     _last.set(number)
     torch.ops.partc.generator_kept.default([], sign * number)
@@ -51,22 +51,36 @@ def returning() -> Iterator[None]:
         come_back(number)
 
 
-def is_idle(kept: fx.Node) -> bool:
-    """Whether a state is kept only by a context in which nothing is drawn, or that does not return to it."""
-    node, number, drawn = kept.next, kept.args[1], False
-    while node.op != "output":
-        if node.target is torch.ops.partc.generator_returned.default and node.args[1] == number:
-            break
-        drawn |= _draws(node)
-        node = node.next
-    return isinstance(number, int) and number < 0 and not (drawn and node.op != "output")
+def idle_states(graph: fx.Graph) -> set[int]:
+    """The states with negative numbers to which nothing returns after a draw.
+
+    `returning` and checkpoints keep states with negative numbers. A state that forward reads itself is never idle.
+    """
+    kept: dict[int, int] = {}  # a state -> the number of draws before it
+    read, draws = set[int](), 0
+    for node in _in_order(graph):
+        if node.target is torch.ops.partc.generator_kept.default:
+            kept[_number(node)] = draws
+        elif node.target is torch.ops.partc.generator_returned.default:
+            read |= {_number(node)} if kept.get(_number(node)) != draws else set()
+        else:
+            draws += torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return {number for number in kept if number < 0} - read
 
 
-def _draws(node: fx.Node) -> bool:
-    if node.op == "get_attr":  # the operations of a context that switches gradients off
-        inside = getattr(node.graph.owning_module, str(node.target))
-        return isinstance(inside, fx.GraphModule) and any(map(_draws, inside.graph.nodes))
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+def _in_order(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes of a graph, with the operations of contexts that switch gradients off in their places."""
+    for node in graph.nodes:
+        yield node
+        inside = getattr(graph.owning_module, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(inside, fx.GraphModule):
+            yield from _in_order(inside.graph)
+
+
+def _number(mark: fx.Node) -> int:
+    _, number = mark.args
+    assert isinstance(number, int)
+    return number
 
 
 @dataclass(slots=True)

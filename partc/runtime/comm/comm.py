@@ -210,9 +210,7 @@ class Axis:
         """This rank's part along `rest`; moves nothing."""
         if self.size == 1:
             return x
-        before, after, rest = x.shape[:dim], x.shape[dim + 1 :], x.shape[dim] // (outer * self.size)
-        blocks = x.reshape(*before, outer, self.size, rest, *after)
-        return blocks.select(dim + 1, self.rank).reshape(*before, outer * rest, *after)
+        return _blocks(x, self.size, dim, outer).select(dim + 1, self.rank).flatten(dim, dim + 1)
 
     def put(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
         """A tensor of zeros with `x` as this rank's part: the transpose of `take`."""
@@ -447,12 +445,15 @@ def axes_and_groups(
 
 def split(x: Tensor, ways: int, dim: int, outer: int) -> Tensor:
     """[..., outer·ways·rest, ...] -> [ways, ..., outer·rest, ...], a view where `outer` is 1."""
-    before, after, size = x.shape[:dim], x.shape[dim + 1 :], x.shape[dim]
-    rest = size // (outer * ways)
-    if outer * ways * rest != size:
+    return _blocks(x, ways, dim, outer).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+
+
+def _blocks(x: Tensor, ways: int, dim: int, outer: int) -> Tensor:
+    """[..., outer·ways·rest, ...] -> [..., outer, ways, rest, ...]. Raises ValueError if the size does not divide."""
+    rest, spare = divmod(x.shape[dim], outer * ways)
+    if spare:
         raise ValueError(f"dimension {dim} of {tuple(x.shape)} cannot be cut in {outer} x {ways}")
-    parts = x.reshape(*before, outer, ways, rest, *after).movedim(dim + 1, 0)
-    return parts.squeeze(dim + 1) if outer == 1 else parts.reshape(ways, *before, outer * rest, *after)
+    return x.reshape(*x.shape[:dim], outer, ways, rest, *x.shape[dim + 1 :])
 
 
 def join(parts: Tensor, dim: int, outer: int) -> Tensor:

@@ -29,7 +29,7 @@ place; a single device draws them for the selected rows, by order.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from partc.errors import PartcError
@@ -37,6 +37,7 @@ from partc.ir.operations import RANDOM
 from partc.ir.program import SELECTED, Arg, DTypeArg, Graph, Op, Program, Ref, Region
 from partc.passes.route.loops import without_loops
 from partc.passes.route.rows import RowWriter, dims_of_rows, names_of
+from partc.passes.route.writes import Distinct, write_of
 
 _WRITES = frozenset({"index_add", "index_put"})
 _SPREAD = frozenset({"reshape", "expand", "permute"})
@@ -57,7 +58,7 @@ def _routed(region: Region) -> tuple[Region, bool]:
     forward, draws = without_loops(region)
     region = replace(region, forward=forward)
     selections = _Selections(
-        RowWriter(types=dict(region.types(region.forward)), taken=_used_names(region)), draws=draws
+        RowWriter(types=dict(region.types(region.forward)), taken=_used_names(region)), forward.makers(), draws=draws
     )
     for op in region.forward.ops:
         selections.take(op)
@@ -80,6 +81,7 @@ class _Selections:
     """The values that hold rows of selections: the mask of each, and the dimension of the rows."""
 
     writer: RowWriter
+    makers: Mapping[str, Op]
     indices: dict[str, _SelectedPlace] = field(default_factory=dict)
     rows: dict[str, tuple[str, int]] = field(default_factory=dict)
     draws: bool = False  # random numbers for rows
@@ -181,23 +183,18 @@ class _Selections:
 
     def _written(self, op: Op) -> bool:
         """Write the selected rows back, by addition or assignment; False for other operations."""
-        w = self.writer
-        if op.name == "index_add":
-            acc, dim, index, y, *_ = op.args
-            if dim != 0 or dict(op.attrs).get("alpha", 1) != 1 or not isinstance(index, Ref):
-                return False
-            found, adds = self._selected([index.name]), True
-        else:
-            acc, indices, y, *more = op.args
-            if not isinstance(indices, tuple):
-                return False
-            found, adds = self._selected(names_of(indices)), bool(more and more[0])
-        if found is None or not isinstance(acc, Ref) or not isinstance(y, Ref):
+        w, write = self.writer, write_of(op, self.makers)
+        if write is None:
+            return False
+        found = self._selected([*write.places])
+        if found is None or self.rows.get(write.rows) != (self._original(found[0]), 0):
             return False
         mask, places, dims = found
-        if places != list(range(len(places))) or self.rows.get(y.name) != (self._original(mask), 0):
-            return False
-        if not self._fits(acc.name, mask, places, dims):
+        others = [dim for dim in range(len(w.shape(mask))) if dim not in dims]
+        if write.once and not Distinct(self.makers, w.types).at_most_once(mask, others):
+            raise _several_rows(op)
+        acc, y = Ref(write.into), Ref(write.rows)
+        if not self._fits(write.into, mask, places, dims):
             return False
         whole, rest, made = w.shape(mask), w.shape(y.name)[1:], op.result.name
         if w.shape(acc.name) != (*(whole[dim] for dim in dims), *rest):
@@ -209,22 +206,20 @@ class _Selections:
         def spread(rows: str, rest: tuple[int, ...]) -> str:
             """The rows, summed into the shape of the tensor to which they are written."""
             x = w.reshape(rows, (*whole, *rest), f"{made}_spread")
-            others = tuple(dim for dim in range(len(whole)) if dim not in dims)
             if others:
                 left = [size for dim, size in enumerate(w.shape(x)) if dim not in others]
-                x = w.add("sum", (Ref(x), others, False), left, w.types[x].dtype, f"{made}_sum")
+                x = w.add("sum", (Ref(x), tuple(others), False), left, w.types[x].dtype, f"{made}_sum")
             kept = [dim for dim in range(len(whole)) if dim in dims]
             order = [kept.index(dim) for dim in dims]
             return w.permute(x, (*order, *range(len(dims), len(dims) + len(rest))), f"{made}_placed")
 
         chosen = mask
-        several = any(size > 1 for dim, size in enumerate(whole) if dim not in dims)  # rows written to one place
-        if not adds and several:
+        if not write.adds and not Distinct(self.makers, w.types).at_most_once(mask, others):
             if w.types[y.name].differentiable:  # torch passes the gradient of a place to all rows written to it
-                return False
-            chosen = self._last(mask, [dim for dim in range(len(whole)) if dim not in dims], made)
+                raise _several_rows(op)
+            chosen = self._last(mask, others, made)
         kept = spread(w.only(y.name, 0, w.reshape(chosen, (w.shape(y.name)[0],), f"{made}_mask"), f"{made}_kept"), rest)
-        if adds:
+        if write.adds:
             w.define("add", (acc, Ref(kept)), w.shape(acc.name), dtype, made)
             return True
         hit = w.add("ne", (Ref(mask), 0), whole, "bool", f"{made}_hit") if w.types[mask].dtype != "bool" else mask
@@ -285,6 +280,15 @@ class _Selections:
         self.draws |= op.name in RANDOM
         mask = masks.pop()
         self.rows.update((value.name, (mask, dim)) for value, dim in zip(op.results, dims, strict=True))
+
+
+def _several_rows(op: Op) -> PartcError:
+    return PartcError(
+        "P0206",
+        "the model does not trace: a mask may select several rows for one place, and an assignment keeps one of them",
+        help="add the rows with index_add_(0, places, rows), or select by distinct numbers, such as those of topk",
+        source=op.source,
+    )
 
 
 def _merged(graph: Graph) -> Graph:

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from partc import fuel
-from partc.errors import Source
 from partc.ir.naming import unique
 from partc.ir.operations import KEEPING, RANDOM
 from partc.ir.program import SELECTED, Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, makers, needed
 from partc.passes.route.rows import RowWriter, dims_of_rows, names_of
+from partc.passes.route.writes import Distinct, Write, write_of
 from partc.rules import is_elementwise
 
 LEAST = 2  # experts
@@ -63,7 +63,7 @@ def _without_never(graph: Graph, params: Mapping[str, TensorType]) -> Graph:
     ops: list[Op] = []
     for op in graph.ops:
         op = replace(op.renamed(same), results=op.results)
-        write = _write(op, lift.makers)
+        write = write_of(op, lift.makers)
         if write is not None and write.into not in lift.makers[write.places[0]].refs() and lift.never(write.places[0]):
             same[op.result.name] = write.into
         else:
@@ -75,52 +75,12 @@ class NotEqualError(Exception):
     """The experts' computations differ, or mix rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
-    """Rows that are added to a tensor, or assigned in it, at selected places."""
-
-    op: Op
-    into: str
-    places: tuple[str, ...]
-    rows: str
-    adds: bool
-
-    @property
-    def source(self) -> Source | None:
-        return self.op.source
-
-
-def _write(op: Op, makers: Mapping[str, Op]) -> _Write | None:
-    """An operation as a write; assigning the sum of new rows and the existing ones adds. None for other operations."""
-    places: tuple[Arg, ...]
-    if op.name == "index_add" and op.args[1] == 0 and dict(op.attrs).get("alpha", 1) == 1:
-        into, _, place, rows, *_ = op.args
-        adds, places = True, (place,)
-    elif op.name == "index_put" and isinstance(op.args[1], tuple):
-        into, _, rows, *more = op.args
-        adds, places = bool(more and more[0]), op.args[1]
-    else:
-        return None
-    if not (isinstance(into, Ref) and isinstance(rows, Ref)):
-        return None
-    names = tuple(place.name for place in places if isinstance(place, Ref))
-    if len(names) < len(places) or any(name not in makers or makers[name].name != SELECTED for name in names):
-        return None
-    sum_of = makers.get(rows.name)
-    if not adds and sum_of is not None and sum_of.name == "add":
-        for there, more_rows in (sum_of.args[:2], sum_of.args[1::-1]):
-            read = makers.get(there.name) if isinstance(there, Ref) else None
-            if read is not None and read.name == "index" and read.args == (into, places) and isinstance(more_rows, Ref):
-                return _Write(op, into.name, names, more_rows.name, True)
-    return _Write(op, into.name, names, rows.name, adds)
-
-
-def _chains(graph: Graph) -> list[list[_Write]]:
+def _chains(graph: Graph) -> list[list[Write]]:
     """The chains of consecutive writes into one tensor."""
     makers = graph.makers()
-    found: dict[str, list[_Write]] = {}  # last result -> the chain
+    found: dict[str, list[Write]] = {}  # last result -> the chain
     for op in graph.ops:
-        write = _write(op, makers)
+        write = write_of(op, makers)
         if write is not None:
             chain = found.pop(write.into, [])
             if chain and chain[-1].adds != write.adds:
@@ -129,10 +89,10 @@ def _chains(graph: Graph) -> list[list[_Write]]:
     return list(found.values())
 
 
-def _counted(chain: Sequence[_Write], graph: Graph) -> Iterator[list[_Write]]:
+def _counted(chain: Sequence[Write], graph: Graph) -> Iterator[list[Write]]:
     """The parts of a chain in which the expert's number counts up from 0."""
     makers = graph.makers()
-    part: list[_Write] = []
+    part: list[Write] = []
     for write in chain:
         mask = next(makers[write.places[0]].refs())
         if part and _starts(mask, next(makers[part[0].places[0]].refs()), makers):
@@ -148,18 +108,19 @@ def _starts(mask: str, first: str, makers: Mapping[str, Op]) -> bool:
 
 
 def _numbers(name: str, makers: Mapping[str, Op]) -> tuple[object, ...]:
-    """The literal arguments of the operations that compute a mask, a few steps back."""
+    """The literal arguments of the operations that compute a mask, a few steps back, and the places of results."""
     found: list[object] = []
     for _ in range(6):
         op = makers.get(name)
         if op is None:
             break
-        found.append((op.name, tuple(arg for arg in op.args if isinstance(arg, int))))
+        place = [value.name for value in op.results].index(name)
+        found.append((op.name, place, tuple(arg for arg in op.args if isinstance(arg, int))))
         name = next(op.refs(), "")
     return tuple(found)
 
 
-def _with_lifted(graph: Graph, lift: Lift, last: _Write) -> Graph:
+def _with_lifted(graph: Graph, lift: Lift, last: Write) -> Graph:
     """The graph with the lifted operations instead of the loop, at the place of the last write."""
     ops: list[Op] = []
     for op in graph.ops:
@@ -208,13 +169,16 @@ class Lift:
     def __post_init__(self) -> None:
         self.writer = RowWriter(types=self.types, taken=set(self.types))
 
+    def _distinct(self) -> Distinct:
+        return Distinct({**self.makers, **makers(self.writer.ops)}, self.types)
+
     def place(self, name: str) -> int:
         """The index of a value among the results of its operation."""
         return next(index for index, value in enumerate(self.makers[name].results) if value.name == name)
 
     # -- the whole loop ------------------------------------------------------------------------------
 
-    def written(self, writes: Sequence[_Write]) -> None:
+    def written(self, writes: Sequence[Write]) -> None:
         """Write the operations of a whole loop; the last one defines the result of the last write."""
         w, last = self.writer, writes[-1]
         w.source = writes[0].op.source
@@ -228,6 +192,9 @@ class Lift:
                            for name in write.places):  # fmt: skip
             raise NotEqualError
         places = [dim for dim in dims[0] if isinstance(dim, int)]
+        for write, mask in zip(writes, masks, strict=True):
+            if write.once and not self._distinct().at_most_once(mask, {*range(len(w.shape(mask)))}.difference(places)):
+                raise NotEqualError
         self._select(masks, places)
         rows = self.lifted(tuple(write.rows for write in writes))
         if rows.kind != "rows" or rows.dim != 0:
@@ -578,22 +545,11 @@ class Lift:
         made = w.add(op.name, (Ref(source.name), lifted, keep), shape, dtype, stem, **dict(op.attrs))
         witness = self.witnesses.get(source.name)
         known = witness is not None and witness.exact and not witness.slots and len(over) == 1 and not keep
-        if witness is not None and known and self._distinct(witness.name, over[0]):
+        if witness is not None and known and self._distinct().numbers(witness.name, over[0]):
             order = [dim for dim in range(rank) if dim != over[0]]
             numbers = w.permute(witness.name, (*order, over[0]), "experts")
             self.witnesses[made] = _Witness(numbers, (w.shape(witness.name)[over[0]],))
         return Lifted("stacked", made)
-
-    def _distinct(self, name: str, dim: int) -> bool:
-        """Whether numbers are distinct along a dimension, as topk's indices are."""
-        op = self.makers.get(name)
-        while op is not None and op.name in ("to", "detach"):
-            name = next(op.refs())
-            op = self.makers.get(name)
-        if op is None or op.name != "topk" or op.results[1].name != name:
-            return False
-        along = dict(op.attrs).get("dim", op.args[2] if len(op.args) > 2 else -1)
-        return isinstance(along, int) and along % len(self.writer.shape(name)) == dim
 
     # -- rows --------------------------------------------------------------------------------------------
 

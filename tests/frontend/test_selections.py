@@ -28,7 +28,10 @@ from tests.models import counted_rows, experts, masked_rows, padded_pictures, pl
 
 FILE = Path(experts.__file__)
 PICTURES = Path(placed_rows.__file__)
-LOOPS = ("places", "skipped", "added", "any_slot", "put", "hits", "biased", "gated", "capacity", "scaled_by_count")
+LOOPS = (
+    "places", "skipped", "added", "by_masks", "any_slot", "put", "hits", "biased", "gated", "capacity",
+    "scaled_by_count",
+)  # fmt: skip
 
 
 @cache
@@ -55,7 +58,7 @@ def test_a_loop_over_experts_becomes_products_of_all_experts(style: str) -> None
 @pytest.mark.parametrize(
     "style",
     [pytest.param(x, marks=pytest.mark.matrix if x in ("added", "any_slot", "gated") else ()) for x in LOOPS[2:]]
-    + ["normed"],
+    + ["normed", "by_masks_normed", "blended_normed"],
 )
 def test_loops_train_like_one_device(style: str, tmp_path: Path) -> None:
     made = partc.compile(str(FILE), mesh="dp=2,tp=2", microbatches=2, precision="fp64", options={"style": style})
@@ -63,8 +66,9 @@ def test_loops_train_like_one_device(style: str, tmp_path: Path) -> None:
     assert found.ok, str(found.worst)
 
 
-def test_experts_with_norms_of_their_own_compute_all_rows() -> None:
-    ops = routed("normed")
+@pytest.mark.parametrize("style", ["normed", "by_masks_normed", "blended_normed"])
+def test_experts_with_norms_of_their_own_compute_all_rows(style: str) -> None:
+    ops = routed(style)
     assert "expert_matmul" not in ops and "masked_fill" in ops
 
 
@@ -92,6 +96,8 @@ def test_dropouts_of_selected_rows_draw_by_place(style: str, tmp_path: Path) -> 
     ("style", "words"),
     [
         ("mixed", "other than row by row"),
+        ("repeated", "select several rows for one place"),
+        ("repeated_normed", "select several rows for one place"),
     ],
 )
 def test_code_that_needs_the_number_of_rows_is_refused(style: str, words: str) -> None:
@@ -102,7 +108,9 @@ def test_code_that_needs_the_number_of_rows_is_refused(style: str, words: str) -
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("style", [*LOOPS, "normed", "centred", "sized", "counted"])
+@pytest.mark.parametrize(
+    "style", [*LOOPS, "normed", "by_masks_normed", "blended_normed", "centred", "sized", "counted"]
+)
 def test_routed_graphs_compute_the_loop(style: str) -> None:
     """The rewritten graph against the eager model, also where some experts have no rows."""
     torch.manual_seed(0)

@@ -86,6 +86,30 @@ class Mixture(nn.Module):
                 out[token] += weights[token, slot].unsqueeze(-1) * self.one(e, x[token])
         return out
 
+    def by_masks(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
+        """The loop of Mistral's one-file reference, over the masks of all experts."""
+        masks = (chosen.unsqueeze(-1) == torch.arange(self.count)).permute(2, 0, 1)
+        for e, mask in enumerate(masks):
+            token, slot = torch.where(mask)
+            out[token] += weights[token, slot, None] * self.one(e, x[token])
+        return out
+
+    by_masks_normed = by_masks
+
+    def blended_normed(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
+        """Rows are assigned, not added."""
+        for e in range(self.count):
+            token, slot = torch.where(chosen == e)
+            out[token] = out[token] * 0.5 - self.one(e, x[token]) * weights[token, slot, None]
+        return out
+
+    def repeated(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
+        """A token may have one expert twice, of which the assignment keeps one row."""
+        return self.added(x, scores, weights, chosen % 3, out)
+
+    def repeated_normed(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
+        return self.blended_normed(x, scores, weights, chosen % 3, out)
+
     def any_slot(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
         for e in range(self.count):
             here = chosen == e

@@ -219,9 +219,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0223": CodeExplanation(
         "an operation that runs functions of its own",
-        "torch.cond, torch.while_loop, scans, flex_attention and an enabled torch.autocast contain whole functions, "
-        "whose operations partc can neither cut nor cast. Use Python branches for shapes and options, and torch.where "
-        "for values.",
+        "torch.cond, torch.while_loop, scans and an enabled torch.autocast contain whole functions, whose operations "
+        "partc can neither cut nor cast. Use Python branches for shapes and options, and torch.where for values.",
     ),
     "P0225": CodeExplanation(
         "forward depends on state that a package would not have",

@@ -15,6 +15,7 @@ from torch._C import DisableTorchFunction as without_overriding
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._dispatch.python import enable_python_dispatcher as python_decompositions
+from torch._export import utils as export_utils
 from torch._functorch import apis, eager_transforms
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_functorch
@@ -27,6 +28,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnValues
 from torch.jit._fuser import optimized_execution
+from torch.nn.attention import flex_attention
 from torch.nn.modules.adaptive import _ASMoutput as AdaptiveLosses
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
@@ -45,6 +47,12 @@ STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # of o
 MODULE_CALL = "_call_impl"
 # The function behind torch.utils.checkpoint with use_reentrant=False.
 CHECKPOINT = "_checkpoint_without_reentrant_generator"
+# What flex_attention reads in its module: the operation, the check of the device, options of its kernel, the context of
+# the compiler, and whether it calls the operation without a compiler.
+FLEX_ATTENTION = (
+    "flex_attention_hop", "_validate_device", "_apply_kernel_options", "setup_compilation_env",
+    "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
+)  # fmt: skip
 # The functions behind torch.vmap and torch.func's jvp, grad and vjp; jacfwd and jacrev call two of them.
 TRANSFORMS = {
     "vmap": (apis, "vmap_impl"),
@@ -55,6 +63,7 @@ TRANSFORMS = {
 
 __all__ = [
     "CHECKPOINT",
+    "FLEX_ATTENTION",
     "FULL_HOOKS",
     "GLOBAL_HOOKS",
     "GRADIENT_HOOKS",
@@ -102,6 +111,7 @@ __all__ = [
     "transform_traced",
     "tree_flatten",
     "tree_unflatten",
+    "unchanged_scores",
     "with_node",
     "without_modes",
     "without_order",
@@ -114,6 +124,11 @@ class FakeTensorMode(fake_tensor.FakeTensorMode):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FakeTensorMode":
         return self
+
+
+def unchanged_scores(score_mod: Callable[..., Any]) -> bool:
+    """Whether flex_attention got no function of scores."""
+    return score_mod is flex_attention._identity
 
 
 def fake_stored(mode: FakeTensorMode, like: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
@@ -226,18 +241,20 @@ def storage_identity(storage: torch.UntypedStorage) -> int:
 
 @contextmanager
 def transform_traced() -> Iterator[None]:
-    """A context for the trace of a transform, without the modes of an outer trace.
+    """A context for the trace of a transform, without the modes of an outer trace, which would record its steps too.
 
     Tensors print as such there: torch formats operands where it looks for an overload, and their usual text reads
     forward derivatives, which fails an assertion of torch within a transform.
     """
-    plain = torch.Tensor.__repr__
+    plain, recording = torch.Tensor.__repr__, export_utils._maybe_find_pre_dispatch_tf_mode_for_export
     torch.Tensor.__repr__ = lambda self, **_: "Tensor"  # type: ignore[method-assign, assignment]
+    export_utils._maybe_find_pre_dispatch_tf_mode_for_export = lambda: None
     try:
         with without_modes():
             yield
     finally:
         torch.Tensor.__repr__ = plain  # type: ignore[method-assign, assignment]
+        export_utils._maybe_find_pre_dispatch_tf_mode_for_export = recording
 
 
 def inside_functorch() -> bool:

@@ -34,6 +34,7 @@ from partc.frontend.trace import ONE_BATCH, Batches, Traced, configuration_name,
 from partc.frontend.trace import trace_file as traced_anew
 from partc.installed import is_installed
 from partc.ir.mesh import Mesh
+from partc.ir.operators import resolve
 from partc.ir.parser import parse
 from partc.ir.printer import print_program
 from partc.ir.program import Program
@@ -161,6 +162,8 @@ def _read(entry: Path, name: str, path: str, *, mesh: Mesh, batches: Batches) ->
         if any(_state(Path(file)) != state for file, state in found["files"].items()):
             return None
         program = parse(found["program"])
+        for op in (op for region in program.regions for op in region.forward.ops if "::" in op.name):
+            resolve(op.name)  # fails where model() itself imports the library of an operation
         entry.touch()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, PartcError):  # truncated, or not an entry
         return None

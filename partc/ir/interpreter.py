@@ -89,7 +89,10 @@ def _attention(
     keys: Tensor | None = None,
     reads: tuple[int, ...] = (),
 ) -> Tensor:
-    """Attention with every step spelled out; each head of k and v serves a group of heads of q."""
+    """Attention with every step spelled out; each head of k and v serves a group of heads of q.
+
+    Rows that read no position are zero.
+    """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if is_causal:
@@ -106,7 +109,9 @@ def _attention(
         scores = scores.masked_fill(passed.unsqueeze(1) % 2 == 0, -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
-    return scores.softmax(dim=-1)[..., : v.shape[-2]] @ v
+    empty = (scores == -math.inf).all(-1, keepdim=True)
+    shares = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+    return shares[..., : v.shape[-2]] @ v
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, weight: Tensor | None, ignore: int, smoothing: float) -> Tensor:

@@ -26,6 +26,7 @@ from partc.frontend.model_precision import computing_in
 from partc.frontend.state.first_steps import step_of, with_buffers
 from partc.frontend.state.flags import is_flag
 from partc.frontend.trace_errors import innermost_user_line
+from partc.frontend.traceable_forms.flex_attention import flexible_attention
 from partc.frontend.traceable_forms.masked_spans import traceable_spans
 from partc.package.launch import refusals_reported
 from partc.package.loads import LoadCounts
@@ -410,7 +411,7 @@ def as_one_device(plan: Mapping[str, Any]) -> Iterator[None]:
     precision = plan["precision"]
     mixed = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
     try:
-        with computing_in(held_in(precision)), mixed, _DenseBatchNorms():
+        with computing_in(held_in(precision)), mixed, _DenseBatchNorms(), flexible_attention():
             yield
     except PartcError:
         raise

@@ -30,7 +30,7 @@ from partc.passes.simplify.idioms import IDIOMS
 from partc.passes.simplify.indexing import plain_indexing
 from partc.passes.simplify.label_losses import label_losses
 from partc.passes.simplify.masks import known_masks
-from partc.passes.simplify.routing import unsorted_experts
+from partc.passes.simplify.routing import numbered_groups, unsorted_experts
 from partc.passes.simplify.rows import plain_rows
 from partc.passes.simplify.scores import narrow_scores
 from partc.passes.simplify.written_attention import written_attention
@@ -50,6 +50,7 @@ def _simplified(region: Region) -> Region:
         decided_masks,
         plain_indexing,
         unsorted_experts,
+        numbered_groups,
         _one_row,
         written_attention,
         known_masks,

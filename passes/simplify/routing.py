@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from partc import fuel
-from partc.ir.program import Arg, Graph, Op, Ref, Region, TensorType, Value
-from partc.passes.route.rows import dims_of_rows
+from partc.ir.program import Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value
+from partc.passes.route.rows import RowWriter, dims_of_rows
 
 _GROUPED = frozenset({"partc_any::grouped_mm", "transformers::grouped_mm_fallback"})
 
@@ -54,6 +54,31 @@ def unsorted_experts(region: Region) -> Region:
         ops.append(op)
     outputs = tuple(same.get(name, name) for name in graph.outputs)
     return replace(region, forward=Graph(inputs=graph.inputs, ops=tuple(ops), outputs=outputs))
+
+
+def numbered_groups(region: Region) -> Region:
+    """Replace grouped products of rows in another order than that of a known sort.
+
+    y = grouped_mm(x, w, ends)  ->  groups = sum(ge(rows, ends), (1,)); y = expert_matmul(x, groups, w)
+    """
+    graph = region.forward
+    if not any(op.name in _GROUPED for op in graph.ops):
+        return region
+    w = RowWriter(types=dict(region.types(graph)), taken={*graph.definitions(), *(x.name for x in region.params)})
+    for op in graph.ops:
+        x, matrices, ends = (*op.args, None, None)[:3] if op.name in _GROUPED else (None,) * 3
+        if not (isinstance(x, Ref) and isinstance(matrices, Ref) and isinstance(ends, Ref)):
+            w.keep(op)
+            continue
+        w.source = op.source
+        (groups,), count = w.shape(ends.name), w.shape(x.name)[0]
+        rows = w.add("arange", (count,), (count,), "i64", "rows", dtype=DTypeArg("i64"))
+        behind = (Ref(w.reshape(rows, (count, 1), "rows")), ends)
+        ended = w.add("ge", behind, (count, groups), "bool", "ended_groups")
+        ended = w.add("to", (Ref(ended), DTypeArg("i64")), (count, groups), "i64", "ended_groups")
+        numbers = w.add("sum", (Ref(ended), (1,), False), (count,), "i64", "groups")
+        w.keep(replace(op, name="expert_matmul", args=(x, Ref(numbers), matrices), attrs=()))
+    return replace(region, forward=replace(graph, ops=tuple(w.ops)))
 
 
 def _reading(same: Mapping[str, str], op: Op) -> Op:

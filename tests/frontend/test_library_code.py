@@ -109,7 +109,8 @@ def mapped(net: Net, x: Tensor) -> Tensor:
     places = torch.arange(6)
     seen = torch.vmap(torch.vmap(lambda i, j: j <= i, in_dims=(None, 0)), in_dims=(0, None))(places, places)
     found = torch.func.vmap(lambda rows, mask: layer(net, mask.to(rows.dtype) @ rows), in_dims=(0, None))(x, seen)
-    return found + torch.func.jvp(torch.sin, (x,), (found,))[1]
+    scaled = torch.vmap(lambda row: 2 * torch.tanh(row * torch.tensor(0.5)))(x)  # a number first, and a constant
+    return found * scaled + torch.func.jvp(torch.sin, (x,), (found,))[1]
 
 
 def derived(net: Net, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from partc.frontend import trace_cache
 from partc.frontend.trace import Batches, Traced
@@ -99,6 +100,33 @@ def test_another_source_is_traced(traced: Callable[..., tuple[Traced, bool]], tm
     path = tmp_path / "net.py"
     path.write_text(path.read_text().replace("square", "abs"))
     assert "abs" in {op.name for op in traced()[0].program.regions[0].forward.ops}
+
+
+OWN = """
+import torch
+
+@torch.library.custom_op("{name}::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+"""
+
+
+def test_a_trace_whose_operations_are_unknown_is_made_anew(
+    traced: Callable[..., tuple[Traced, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries that only model() imports have not defined them yet, where another process reads a trace."""
+    name = f"own_{tmp_path.name}"
+    text = f"import {name}\n" + MODEL.format(helper=f"helper_{tmp_path.name}")
+    text = text.replace("activation(self.first(x))", f"torch.ops.{name}.twice(self.first(x))")
+    (tmp_path / "net.py").write_text(text)
+    (tmp_path / f"{name}.py").write_text(OWN.format(name=name))
+    assert [traced()[1], traced()[1]] == [False, True]
+    monkeypatch.setattr(trace_cache, "resolve", lambda op: getattr(torch.ops.absent, op))
+    assert not traced()[1]
 
 
 def test_a_file_that_the_model_reads_is_part_of_it(traced: Callable[..., tuple[Traced, bool]], tmp_path: Path) -> None:

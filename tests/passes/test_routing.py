@@ -274,7 +274,10 @@ def test_rows_return_where_products_of_experts_are_mixed_between() -> None:
     assert package.verify(steps=2).ok
 
 
-def test_what_mixes_rows_keeps_its_sort() -> None:
-    package = partc.compile(mixing_experts, _batch(), mesh="1", precision="fp64")
-    ops = {op.name for region in package.program.regions for op in region.forward.ops}
-    assert "sort" in ops and "expert_matmul" not in ops
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_what_mixes_rows_keeps_its_sort(mesh: str) -> None:
+    """Each row's expert follows from the ends of the groups."""
+    package = partc.compile(mixing_experts, _batch(), mesh=mesh, precision="fp64")
+    ops = [op.name for region in package.program.regions for op in region.forward.ops]
+    assert "sort" in ops and ops.count("expert_matmul") == 2 and not any("grouped" in name for name in ops)
+    assert package.verify(steps=2).ok

@@ -47,6 +47,7 @@ from partc.frontend.state.replaced_buffers import ReplacedError, with_plain_buff
 from partc.frontend.state.shared_memory import pairs_in_memory, untrained_pairs
 from partc.frontend.state.weight_identity import ConstructedWeights
 from partc.frontend.trace_errors import explained_error, innermost_user_line
+from partc.frontend.traceable_forms.flex_attention import flexible_attention
 from partc.installed import is_machinery
 from partc.ir.program import Repetition
 from partc.runtime.first_steps import FirstSteps
@@ -276,6 +277,7 @@ def _exported(
             recorded_stacks(user_stack),
             graphs_without_code(),
             following_transforms(whole=whole),
+            flexible_attention(),
         ):
             watch = StateWatch(traced.model, modules.named, traced.loss)
             changing: set[int] = set()

@@ -138,6 +138,9 @@ def _traced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten._linalg_check_errors.default:  # a guard, which a package does not run
             graph.graph.erase_node(node)
+        elif node.target is torch.ops.aten._to_copy.default and not isinstance(node.args[0], fx.Node):
+            # A vmap makes tensors of Python numbers that stand before a tensor.
+            node.target, node.args = torch.ops.aten.full.default, ([], *node.args)
     graph.graph.eliminate_dead_code()  # removes tests of sizes
     graph.recompile()
     return tree_unflatten(_Replay(graph).run(*tensors), shape[0])

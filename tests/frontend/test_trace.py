@@ -295,8 +295,14 @@ def test_weights_side_by_side_in_one_memory_are_no_ties() -> None:
 
 CACHED = """
 import functools
+from types import FunctionType
 import torch
 from torch import nn
+
+class Absent:
+    def __getattr__(self, name): raise ImportError("an optional package is not installed")
+
+absent = Absent()
 
 def once(function):
     kept = functools.lru_cache(function)
@@ -321,7 +327,10 @@ def batch(): return {"x": torch.randn(8, 64)}
 
 
 def test_the_caches_of_functions_are_found(tmp_path: Path) -> None:
-    """Caches on a method hidden by its decorator, and next to the class: a second trace must not get a first one's tensors."""
+    """Caches on a method hidden by its decorator, and next to the class: a second trace must not get a first one's tensors.
+
+    The search reads no attribute of other values: of a class it is a descriptor, and of a lazy import it raises.
+    """
     file = written(tmp_path, CACHED)
     net = load(file, {}).model()
     net(torch.ones(8, 64))

@@ -34,8 +34,9 @@ def cached_values(cache: _lru_cache_wrapper[Any]) -> list[Any]:
 
 def _caches_in(value: Any) -> Iterator[_lru_cache_wrapper[Any]]:
     """The caches in a value: the value itself, or functions that a decorated function calls."""
-    value = getattr(value, "__func__", value)
-    cells = getattr(value, "__closure__", None) or ()
+    if isinstance(value, types.MethodType | staticmethod | classmethod):
+        value = value.__func__
+    cells = (value.__closure__ or ()) if isinstance(value, types.FunctionType) else ()
     held = (getattr(cell, "cell_contents", None) for cell in cells)  # a cell may be empty
     yield from (each for each in (value, *held) if isinstance(each, _lru_cache_wrapper))
 

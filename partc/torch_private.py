@@ -14,7 +14,7 @@ import torch.utils.checkpoint as checkpoint
 from torch._C import DisableTorchFunction as without_overriding
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._decomp import core_aten_decompositions, get_decompositions
-from torch._dispatch.python import enable_python_dispatcher as python_decompositions
+from torch._dispatch.python import enable_python_dispatcher
 from torch._export import utils as export_utils
 from torch._functorch import apis, eager_transforms
 from torch._functorch.aot_autograd import aot_export_joint_simple
@@ -265,6 +265,16 @@ def inside_functorch() -> bool:
 def overload_name(packet: OpOverloadPacket, args: Sequence[Any], options: Mapping[str, Any]) -> str:
     """The overload that a call of the packet with these arguments reaches. Raises RuntimeError if there is none."""
     return torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **options)
+
+
+@contextmanager
+def python_decompositions() -> Iterator[None]:
+    """Torch's decompositions in Python.
+
+    None of them chooses oneDNN: its LSTM layer, for an input without a gradient, has no backward pass.
+    """
+    with torch.backends.mkldnn.flags(enabled=False), enable_python_dispatcher():
+        yield
 
 
 def backward_decompositions() -> dict[OpOverload, Callable[..., object]]:

@@ -240,7 +240,9 @@ class Net(nn.Module):
         self.up, self.down = wrap(nn.Linear(6, 6), orthogonal_map="cayley"), wrap(nn.Linear(6, 6))
         self.last = nn.utils.spectral_norm(nn.Linear(6, 6))
         prune.l1_unstructured(self.down, "bias", amount=2)
+        self.memory = nn.LSTM(6, 6)
     def forward(self, x):
+        x, _ = self.memory(x)
         return (self.last(self.down(self.up(x).tanh())) - x.sin()).square().mean()
 
 def model(): return Net()
@@ -249,6 +251,7 @@ def batch(): return {"x": torch.randn(8, 6)}
 
 
 def test_constructors_that_read_weights(tmp_path: Path) -> None:
+    """Also next to modules that keep lists of their weights."""
     package = partc.compile(str(written(tmp_path, ORTHOGONAL)), mesh="dp=2", precision="fp64")
     assert package.verify(steps=2).ok
 

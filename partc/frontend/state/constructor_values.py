@@ -6,7 +6,7 @@ weights: a package may start from other weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -75,16 +75,21 @@ def _of_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The numbers, texts and plain tensors of all modules, by their names.
 
-    Tensors of weights are left out.
+    Parameters, buffers and tensors of weights are left out, also within lists, such as an LSTM's list of its weights.
     """
-    left_out = {id(value) for _, _, value in _of_weights(model)}
+    left_out = {id(x) for x in (*model.parameters(), *model.buffers(), *(value for _, _, value in _of_weights(model)))}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if id(value) in left_out:
-                continue
             if isinstance(value, bool | int | float | complex | str | tuple | list | Tensor):
-                yield f"{path}.{name}".removeprefix("."), value
+                yield f"{path}.{name}".removeprefix("."), _without(value, left_out)
         yield f"{path}: parts", (*module._parameters, *module._buffers, type(module).__name__)
+
+
+def _without(value: Any, left_out: Set[int]) -> Any:
+    """The value, with None in place of the objects with these ids."""
+    if isinstance(value, tuple | list):
+        return [_without(each, left_out) for each in value]
+    return None if id(value) in left_out else value
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -10,10 +10,10 @@
 A changed view (a slice, a row, a transpose, a diagonal) is put back into its tensor. Later readers of the tensor read
 the new value, and a view that is read after a change of its tensor is recomputed, as torch's functionalization does.
 The last value of a buffer or a parameter is the first value of the next microbatch. A change is refused if it reaches a
-tensor by a view that may be a copy (reshape, flatten, contiguous, to) and the tensor is read afterwards. A change of an
-input only affects this step. A change with the attribute `no_grad`, or by `detach`, writes values without a gradient.
-Readers of a tensor that is changed in this way, and of a changed parameter, give their gradients to the tensor's value
-before the change, as in eager mode:
+tensor by a view that may be a copy, such as `take`, and the tensor is read afterwards; the graph reader knows reshapes
+that are views from those that copy. A change of an input only affects this step. A change with the attribute `no_grad`,
+or by `detach`, writes values without a gradient. Readers of a tensor that is changed in this way, and of a changed
+parameter, give their gradients to the tensor's value before the change, as in eager mode:
 
     clamp_(w, 0, 1)                w_new = clamp(w, 0, 1)
     y = mul(x, w)           ->     w_now = own_gradient((w_new,), (w,), (incoming_gradient(w_new),))

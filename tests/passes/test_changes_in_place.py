@@ -71,6 +71,19 @@ def other_views(m: Any, x: Tensor) -> Tensor:
     return (turned[0] * part[:, 1]).sum() + y.sum() + corner.square().sum() + wide.square().sum()  # type: ignore[no-any-return]
 
 
+def reshaped(m: Any, x: Tensor) -> Tensor:
+    """Reshapes that are views or copies by the strides of their operand."""
+    h = m.up(x).sin()
+    joined, turned, own = h.reshape(-1, 2, 6), h.t().reshape(4, -1), h.contiguous()
+    low, high = joined[..., :3], joined[..., 3:]
+    low /= 2
+    high += low
+    turned.add_(1)
+    h.t().flatten().mul_(3)
+    h.t().contiguous().mul_(5)
+    return (own + h.flatten().add_(1).view(-1, 12)).square().mean() + turned.square().mean() + low.sum()  # type: ignore[no-any-return]
+
+
 def cast_weights(m: Any, x: Tensor) -> Tensor:
     """Routers cast their weights; the model changes other values in place."""
     y = nn.functional.linear(x, m.up.weight.to(torch.float64).type_as(x), m.up.bias.to(x.dtype))
@@ -259,7 +272,7 @@ def inferred(m: Any, x: Tensor) -> Tensor:
 
 FIXED = (
     *(lists, inferred),
-    *(parts, narrowed, diagonal, other_views, cast_weights, overlapping, in_turns, buffers, cast),
+    *(parts, narrowed, diagonal, other_views, reshaped, cast_weights, overlapping, in_turns, buffers, cast),
     made_without_gradients,
     *(by_data, numbered, constant_masks, operators),
 )
@@ -465,17 +478,9 @@ def by_a_weight(m: Any, x: Tensor) -> Tensor:
     return h.square().mean()  # type: ignore[no-any-return]
 
 
-def copied(m: Any, x: Tensor) -> Tensor:
-    """A reshape may be a view or a copy."""
-    h = m.up(x).sin()
-    h.flatten().add_(1)
-    return h.sum()  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize(
     "run",
     [
-        copied,
         saved_by_its_maker,
         saved_by_a_reader,
         assigned,

@@ -493,8 +493,6 @@ def observed(x: Tensor, least: Tensor) -> Tensor:
     ("forward", "code"),
     [
         (lambda m, x: torch.poisson(x).sum(), "P0207"),
-        (lambda m, x: (lambda y: y.flatten().add_(1).sum() + y.sum())(x.sin()), "P0212"),
-        (lambda m, x: (lambda y: y.flatten() + y.add_(1).flatten())(x.sin()).sum(), "P0212"),
         (lambda m, x: (lambda y: y.detach().mul_(2).sum() + y.sum())((x * m.v).sin()), "P0212"),
         (lambda m, x: observed(x.sin(), x.mean().detach()).sum(), "P0212"),
     ],

@@ -257,7 +257,7 @@ class GraphReader:
         self._add(name, args, tuple(attrs.items()), (made,), source_of(node))
         self._add("copy_", (out, Ref(made.name)), (), results, source_of(node))
 
-    def _view(self, node: fx.Node, args: Sequence[Arg], made: TensorType) -> tuple[str, tuple[Arg, ...]]:
+    def _view(self, node: fx.Node, args: tuple[Arg, ...], made: TensorType) -> tuple[str, tuple[Arg, ...]]:
         """The name and the arguments of a reshape, as a view of its operand, or of a copy if that has other strides."""
         given = node.args[0]
         assert isinstance(given, fx.Node)

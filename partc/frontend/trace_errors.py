@@ -23,6 +23,10 @@ _ROWS = (
     "with persistent=False, and where each example has equally many rows, gather them by position: "
     "mask.long().argsort(1, descending=True, stable=True)"
 )
+_PLACES = (
+    "in a trace the numbers that tensors hold are not known: index a tensor in place of a list, as in "
+    "torch.stack(items)[i]"
+)
 _PART = (
     "forward couples examples, so that each of the {0} microbatches is a batch of its own: call the model on that part "
     "of a batch in plain PyTorch, without partc, or use fewer microbatches; a list of tensors, one for each example, "
@@ -49,6 +53,12 @@ KNOWN: tuple[Known, ...] = (
         pattern=r"GuardOnDataDependent|PendingUnbacked|UserError.*data-dependent|Cannot call numel|u\d+",
         cause="a branch or a size depends on the values of a tensor",
         help="choose between values with torch.where; take sizes from shapes or from options",
+        inside=True,
+    ),
+    Known(
+        pattern=r"DataDependentOutputException: aten\.(equal|allclose)",
+        cause="torch.{0} gives a Python value that depends on the values of tensors",
+        help="choose between values with torch.where",
         inside=True,
     ),
     Known(
@@ -130,11 +140,17 @@ class RaisedError(PartcError):
 
 
 def explained_error(
-    error: BaseException, model: nn.Module, path: Path | None, parts: int = 1, selected: bool = False
+    error: BaseException,
+    model: nn.Module,
+    path: Path | None,
+    parts: int = 1,
+    selected: bool = False,
+    counted: bool = False,
 ) -> PartcError:
     """The error P0206 for an exception that ended a trace, at the model's own line.
 
-    The trace used one of `parts` parts of the batch; `selected`: a mask has selected rows.
+    The trace used one of `parts` parts of the batch; `selected`: a mask has selected rows; `counted`: forward has read
+    numbers that a tensor holds.
     """
     said = first_line(error)
     text = f"{type(error).__name__}: {said}"
@@ -152,6 +168,8 @@ def explained_error(
         cause, help = known.cause.format(*groups), known.help
     if help == _CHECK and selected and re.search("size|shape|broadcast", said):
         help = _ROWS
+    elif help == _CHECK and counted and isinstance(error, LookupError):
+        help = _PLACES
     elif help == _CHECK and parts > 1:
         help = _PART.format(parts)
     inner = innermost_user_line(error)

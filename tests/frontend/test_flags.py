@@ -20,13 +20,16 @@ class ActNorm(nn.Module):
     def __init__(self, style: str) -> None:
         super().__init__()
         self.style = style
-        self.register_buffer("initialized", torch.tensor(0, dtype=torch.uint8 if style == "number" else torch.bool))
+        dtype = torch.uint8 if style in ("number", "no number") else torch.bool
+        self.register_buffer("initialized", torch.tensor(0, dtype=dtype))
         self.log_scale, self.shift = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.style == "number" and self.initialized.item() == 0
         done = self.initialized.item() if self.style == "item" else self.initialized
-        if self.training and (first if self.style == "number" else not done):
+        if self.style == "no number":
+            first = not self.initialized.item()
+        if self.training and (first if self.style in ("number", "no number") else not done):
             with torch.no_grad():
                 scale = x.std(0)
                 if self.style == "data":
@@ -125,6 +128,7 @@ def batch() -> dict[str, Tensor]:
         (Flow, "in place", "pp=2,tp=2"),
         (Flow, "item", "dp=2,tp=2"),
         (Flow, "number", "dp=2"),
+        (Flow, "no number", "dp=2"),
         (Lagging, 0, "dp=2"),
         (Codes, False, "dp=2"),
         (Codes, True, "dp=2,tp=2"),

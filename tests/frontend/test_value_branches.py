@@ -55,6 +55,19 @@ def test_a_test_that_only_raises_is_assumed_and_listed(step: Step) -> None:
     assert f"guards.py:{line})" in found.assumed[0]
 
 
+def renaming(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    try:
+        return raising(net, x, y)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"in {type(net)}: {error}") from error
+
+
+@GUARDS
+def test_a_handler_that_ends_with_an_exception_catches_none() -> None:
+    (found,) = traced(renaming).assumed
+    assert "guards.py" in found
+
+
 def test_transformers_reads_constants() -> None:
     """Positions that count up are one sequence; in a trace without values they would be several, with a mask."""
     masks = pytest.importorskip("transformers.masking_utils")

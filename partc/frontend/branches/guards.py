@@ -89,9 +89,13 @@ def runs_in_while(frame: FrameType | None, runner: str) -> bool:
 
 
 def _is_caught(frame: FrameType | None, runner: str) -> bool:
-    """Whether the model catches exceptions around the running statement, in its function or in a caller."""
+    """Whether the model catches exceptions around the running statement, in its function or in a caller.
+
+    A handler that ends with an exception of its own, or with the same one, catches none.
+    """
     return any(
-        isinstance(node, ast.Try) and node.handlers and inner in node.body for node, inner in _around(frame, runner)
+        isinstance(node, ast.Try) and inner in node.body and not all(_ends(handler.body) for handler in node.handlers)
+        for node, inner in _around(frame, runner)
     )
 
 
@@ -107,9 +111,14 @@ def _around(frame: FrameType | None, runner: str) -> Iterator[tuple[ast.AST, ast
 
 def _speaks(body: list[ast.stmt]) -> bool:
     """Whether statements only warn, or end with an exception."""
-    if _raises(body[-1]) and not any(isinstance(node, _LEAVES) for one in body for node in ast.walk(one)):
-        return True
-    return all(map(_is_speech, body)) and not all(isinstance(one, ast.Assign | ast.Pass) for one in body)
+    return _ends(body) or (
+        all(map(_is_speech, body)) and not all(isinstance(one, ast.Assign | ast.Pass) for one in body)
+    )
+
+
+def _ends(body: list[ast.stmt]) -> bool:
+    """Whether statements end with an exception."""
+    return _raises(body[-1]) and not any(isinstance(node, _LEAVES) for one in body for node in ast.walk(one))
 
 
 def _raises(statement: ast.stmt) -> bool:

@@ -319,14 +319,16 @@ class ValueWatch(TorchFunctionMode):
         counts = args[0].dtype is not torch.bool
         path = enclosing_nodes(frame)
         around = path[-2] if len(path) > 1 else None
-        if counts and name == "item" and (args[0].is_floating_point() or not isinstance(around, ast.Compare)):
+        negation = isinstance(around, ast.UnaryOp) and isinstance(around.op, ast.Not)
+        tested = negation or isinstance(around, ast.Compare | ast.If)
+        if counts and name == "item" and (args[0].is_floating_point() or not tested):
             return NotImplemented  # Python would compare in fp64
         before = args[0].reshape(()).clone()  # the branch may change the flag
         self._flags[before] = True
         if name == "item":
             return before
         # All such branches of a model run their bodies in the same trace: `if not flag` and `if count % 2 == 0`.
-        negated = around is None or (isinstance(around, ast.UnaryOp) and isinstance(around.op, ast.Not))
+        negated = around is None or negation
         return self._branch(before.ne(0) if counts else before, negated, object())
 
     def _value_read(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, _: FrameType) -> Any:

@@ -183,7 +183,9 @@ class TracedStep(nn.Module):
         except (PartcError, UnequalError, WholeTrace, UncopiedError):
             raise
         except Exception as error:  # torch.export would also print the graph so far, or a long message
-            explained = explained_error(error, self.model, traced.path, traced.parts, values.selections.any)
+            explained = explained_error(
+                error, self.model, traced.path, traced.parts, values.selections.any, bool(values.selections.numbers)
+            )
             if isinstance(explained, RaisedError):
                 if traced.steps is not None:  # no guard: eager code would stop in the second step
                     explained = PartcError(

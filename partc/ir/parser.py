@@ -46,7 +46,7 @@ from partc.ir.program import (
 )
 from partc.quoting import unquoted
 from partc.runtime.dims import Sectioned
-from partc.runtime.first_steps import FirstSteps, FirstValue
+from partc.runtime.first_steps import ABSENT, FirstSteps, FirstValue
 
 _QUOTED = r"`(?:[^`\\]|\\.)*`"
 _TOKEN = re.compile(
@@ -282,14 +282,15 @@ class _TextReader:
 
     def _first_value(self, text: str) -> None:
         match = _matched(
-            rf"attribute {_NAME}: (absent|None|True|False), then (a tensor|True|False)( persistent)?", text
+            rf"attribute {_NAME}: (absent|None|True|False|-?\d+), then (a tensor|True|False|-?\d+)( persistent)?", text
         )
         words = {"None": None, "True": True, "False": False, "a tensor": None}
+        constant = lambda word: words[word] if word in words else int(word)  # noqa: E731
         self._first_values.append(
             FirstValue(
                 name=_name(match[1]),
-                before=words.get(match[2], match[2]),
-                after=words[match[3]],
+                before=ABSENT if match[2] == ABSENT else constant(match[2]),
+                after=constant(match[3]),
                 persistent=bool(match[4]),
             )
         )

@@ -16,8 +16,8 @@ class FirstValue:
     """
 
     name: str  # its path, such as layers.0.state
-    before: bool | str | None
-    after: bool | None
+    before: int | str | None
+    after: int | None
     persistent: bool = False
 
     @property

@@ -114,6 +114,28 @@ class Ready(Base):
         return h * self.scale
 
 
+class Table(Base):
+    """A table that forward fills up to the largest length so far, as rotary embeddings do, and a counter for a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.speeds = nn.Parameter(torch.linspace(0.1, 1.0, 8), requires_grad=False)
+        self.register_buffer("table", torch.zeros(8), persistent=False)
+        self.known, self.calls = 0, 0
+
+    def angles(self, length: int) -> Tensor:
+        self.calls += 1
+        if length <= self.known:
+            return self.table[:length]  # type: ignore[no-any-return]
+        made = torch.arange(length) * self.speeds[:length]
+        self.table[:length] = made.detach()
+        self.known = length
+        return made
+
+    def used(self, h: Tensor) -> Tensor:
+        return h * self.angles(h.shape[1]).cos() + self.angles(h.shape[1] - 1).sum()
+
+
 class Layers(Base):
     """Equal modules with a state each, and a counter for a log."""
 
@@ -128,7 +150,7 @@ class Layers(Base):
         return h
 
 
-MODELS = (InPlaceOfNone, InPlaceOfNoBuffer, InPlaceOfNothing, ReadOnlyLater, Ready, Layers)
+MODELS = (InPlaceOfNone, InPlaceOfNoBuffer, InPlaceOfNothing, ReadOnlyLater, Ready, Table, Layers)
 
 
 def _batch() -> dict[str, Tensor]:
@@ -163,6 +185,8 @@ def test_exports_have_the_buffers_of_state_dicts(tmp_path: Path) -> None:
     assert package.program.steps is not None
     assert [(each.name, each.persistent) for each in package.program.steps.values] == [("mean", True)]
     assert parse(print_program(package.program)).steps == package.program.steps
+    numbers = partc.compile(Table, _batch(), mesh="1").program
+    assert parse(print_program(numbers)).steps == numbers.steps is not None
     plain = partc.compile(InPlaceOfNone, _batch(), mesh="1").program
     assert plain.steps is not None and not plain.steps.values[0].persistent
 

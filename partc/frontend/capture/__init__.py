@@ -290,10 +290,11 @@ def _exported(
                 try:
                     check(exported, watch, lambda: step.exported(batch), kept=outcomes.kept, tried=outcomes.tried)
                 except PartcError as refusal:
-                    if not found.changed or traced.steps is not None:
+                    changed = tuple(one for one in found.changed if one[0].is_tensor or watch.settled(one[0].name))
+                    if not changed or traced.steps is not None:
                         raise
                     refusal.source = refusal.source or innermost_user_line(refusal)
-                    raise _FirstStepsError(refusal, first_steps(found.changed, traced.model)) from refusal
+                    raise _FirstStepsError(refusal, first_steps(changed, traced.model)) from refusal
     except PartcError as error:
         error.source = error.source or innermost_user_line(error)
         raise

@@ -64,10 +64,15 @@ def step_of(model: nn.Module, steps: FirstSteps) -> Iterator[None]:
                 raise UnsettledError(value.name)
             part._buffers[name] = now
         else:
-            if vars(part).get(name, ABSENT) is not value.after:
+            if not unchanged(value.after, vars(part).get(name, ABSENT)):
                 raise UnsettledError(value.name)
             _put(vars(part), name, constants[value.name])
     model.get_buffer(steps.flag).fill_(True)
+
+
+def unchanged(before: Any, now: Any) -> bool:
+    """Whether an attribute is the same object, or an equal integer."""
+    return before is now or (isinstance(before, int) and type(before) is type(now) and before == now)
 
 
 def _place(value: FirstValue, model: nn.Module) -> tuple[nn.Module, str]:

@@ -3,6 +3,7 @@
 if self.state is None: self.state = torch.zeros(8)       a tensor in place of None
 if not self.ready: self.ready = True                     a boolean that is another one
 if not hasattr(self, "state"): ...                       a new attribute
+if n > self.known: self.known = n                        an integer that later steps leave as it is
 self.n += 1                                              left to frozen_state: the next step has another value
 """
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import PartcError
-from partc.frontend.state.first_steps import with_buffers
+from partc.frontend.state.first_steps import unchanged, with_buffers
 from partc.runtime.first_steps import ABSENT, FirstSteps, FirstValue
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # members and hooks, and `training`
@@ -42,7 +43,7 @@ class FirstStepsFound:
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """The attributes of a model's modules that may have first values: those that are missing, None or booleans."""
+    """The attributes of a model's modules that may have first values: missing ones, None, booleans and integers."""
 
     named: Mapping[str, nn.Module]
     before: Mapping[str, tuple[Mapping[str, Any], frozenset[str]]]  # values that may change, and all names
@@ -52,7 +53,7 @@ class Attributes:
         return cls(named, {path: (_open(module), frozenset(_held(module))) for path, module in named.items()})
 
     def changed(self) -> tuple[tuple[FirstValue, Tensor | None], ...]:
-        """The attributes that have a tensor now, or another boolean, each with its tensor."""
+        """The attributes that have a tensor now, or another boolean or integer, each with its tensor."""
         return tuple(self._changed())
 
     def _changed(self) -> Iterator[tuple[FirstValue, Tensor | None]]:
@@ -60,13 +61,13 @@ class Attributes:
             values, names = self.before[path]
             for name, now in _held(module).items():
                 before = values.get(name, ABSENT)
-                if (name in names and name not in values) or before is now:
+                if (name in names and name not in values) or unchanged(before, now):
                     continue
                 tensor, constant = (now, None) if isinstance(now, Tensor) else (None, now)
-                if tensor is None and not isinstance(constant, bool):
+                if tensor is None and not isinstance(constant, int):
                     continue
                 # The next backward pass would go through this step again, if the tensor had a gradient.
-                if tensor is not None and (isinstance(before, bool) or tensor.requires_grad or tensor.is_complex()):
+                if tensor is not None and (isinstance(before, int) or tensor.requires_grad or tensor.is_complex()):
                     continue
                 value = FirstValue(
                     name=f"{path}.{name}" if path else name,
@@ -85,7 +86,7 @@ def _held(module: nn.Module) -> dict[str, Any]:
 
 
 def _open(module: nn.Module) -> dict[str, Any]:
-    return {name: x for name, x in _held(module).items() if x is None or isinstance(x, bool)}
+    return {name: x for name, x in _held(module).items() if x is None or isinstance(x, int)}
 
 
 def first_steps(

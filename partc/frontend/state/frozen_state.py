@@ -426,6 +426,11 @@ class StateWatch:
         change = Change(key=("members", "buffers"), what="", owner=None, name=name, tensors=True)
         return None if self.state is None else change_source(change, self.state)
 
+    def settled(self, attribute: str) -> bool:
+        """Whether the last trace has left an attribute of this path as it was."""
+        owner, _, name = attribute.rpartition(".")
+        return (f"self of {owner}" if owner else "self", name) not in self.changes
+
     def go_on(self) -> None:
         """Restore the attributes that forward left, with fake tensors in place of its new ones, and keep its caches."""
         self.again = True

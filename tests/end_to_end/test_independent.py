@@ -56,6 +56,7 @@ CHEAP = {
     "selected_blocks": (0,),
     "nearly_attention": (1,),
     "memory_efficient": (0, 4),
+    "capped_experts": (0, 5),
 }
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))

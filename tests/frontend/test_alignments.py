@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 import partc
 from partc import passes
+from partc.errors import PartcError
 from partc.frontend.trace import trace_model
 from partc.frontend.traceable_forms.alignments import ctc_loss
 from partc.frontend.traceable_forms.functions import (
@@ -23,6 +26,7 @@ from partc.frontend.traceable_forms.functions import (
     dense_by_rows,
     fake_quantized,
     least_squares,
+    one_hot,
     traceable_form,
 )
 from partc.ir.interpreter import evaluate_program
@@ -206,6 +210,38 @@ def test_circular_padding_equals_that_of_torch(shape: tuple[int, ...], pad: tupl
     torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=0)
     assert circular_padding(x, (1, 1)) is NotImplemented
     assert circular_padding(x, (9, 0, *pad[2:]), "circular") is NotImplemented, "torch says what is wrong"
+
+
+def test_the_first_classes_of_one_hot_need_no_number_of_classes() -> None:
+    """With a tensor for this number, torch reads its value."""
+    labels = torch.randint(0, 9, (3, 4), generator=torch.Generator().manual_seed(2))
+    made = one_hot(labels, torch.tensor(9))
+    for count in (1, 5, 9):
+        torch.testing.assert_close(made[..., :count], F.one_hot(labels, torch.tensor(9))[..., :count])
+    assert one_hot(labels) is one_hot(labels, 9) is NotImplemented
+
+
+class Counted(nn.Module):
+    def __init__(self, read: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.up, self.read = nn.Linear(6, 6), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        chosen = h.argmax(-1)
+        return (h * self.read(F.one_hot(chosen, max(chosen.max() + 1, 6)))).square().mean()
+
+
+def test_all_classes_of_one_hot_need_a_number() -> None:
+    """The error named a branch, and advised torch.where."""
+    batch = lambda: {"x": torch.rand(8, 6)}  # noqa: E731
+    traced = trace_model(lambda: Counted(lambda x: x[..., :6]), batch, name="counted", mesh=Mesh.parse("dp=2"))
+    [sentence] = traced.assumed
+    assert "`tensor < num_classes" in sentence
+    for read in (lambda x: x, lambda x: x.float(), lambda x: x[0], lambda x: x[0, :6], lambda x: x[..., 2:6]):
+        with pytest.raises(PartcError, match="number of classes of one_hot") as caught:
+            trace_model(lambda read=read: Counted(read), batch, name="counted", mesh=Mesh.parse("dp=2"))
+        assert caught.value.code == "P0206" and caught.value.source is not None
 
 
 CALLS = {

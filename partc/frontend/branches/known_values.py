@@ -49,20 +49,22 @@ class KnownValues:
         """The arguments of a call, in which known integer tensors that are sizes or bounds are numbers."""
         if name in _FACTORIES:
             return self.numbers(args), self.numbers(kwargs)
+        if name == "one_hot":
+            args, kwargs = (*args[:1], *self.numbers(args[1:])), self.numbers(kwargs)
+            if (classes := self._classes(*args, **kwargs)) is not None:
+                return args[:1], {**kwargs, "num_classes": classes}
         if name in _PLACED:
             return (*args[:1], *self.numbers(args[1:])), self.numbers(kwargs)
-        if name == "one_hot" and (classes := self._classes(*args, **kwargs)) is not None:
-            return args[:1], {**kwargs, "num_classes": classes}
         if name in ("__getitem__", "__setitem__"):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             bounded = tuple(self.numbers(item) if isinstance(item, slice) else item for item in index)
             return (args[0], bounded if isinstance(args[1], tuple) else bounded[0], *args[2:]), kwargs
         return args, kwargs
 
-    def _classes(self, input: Tensor, num_classes: int = -1) -> int | None:
+    def _classes(self, input: Tensor, num_classes: int | Tensor = -1) -> int | None:
         """The number of classes that one_hot finds in known labels; None if it is given, or the labels are unknown."""
         known = self._values.get(input)
-        if num_classes != -1 or known is None or not known.numel():
+        if isinstance(num_classes, Tensor) or num_classes != -1 or known is None or not known.numel():
             return None
         with without_modes():
             return int(known.max()) + 1

@@ -273,8 +273,10 @@ class ValueWatch(TorchFunctionMode):
         """The result of a function that has a form which traces can follow; NotImplemented of others."""
         if name == "ctc_loss":
             return self._ctc_loss(args, kwargs, frame)
-        self._assume_checks(name, frame)
-        return traceable_form(name, args, kwargs)
+        made = traceable_form(name, args, kwargs)
+        if made is not NotImplemented:
+            self._assume_checks(name, frame)
+        return made
 
     def _ctc_loss(self, args: Any, kwargs: Any, frame: FrameType) -> Any:
         words = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")

@@ -6,6 +6,7 @@ linalg.lstsq(a, b)           has a size that values set    ->  linalg.pinv(a) @ 
 deepcopy(weight)             copies memory                 ->  weight.detach().clone().requires_grad_()
 copy(weight)                 makes a tensor of a storage   ->  weight.detach().requires_grad_()
 bincount(x, minlength=8)     has a size that values set    ->  zeros(8).scatter_add(0, x, 1)
+one_hot(x, n)[..., :8]       has a size that values set    ->  x[..., None] == arange(8)
 combinations(x)              selects by a mask             ->  x[[[0, 1], [0, 2], …]]
 affine_grid(theta, size)     reads the batch's length      ->  (grid @ theta.mT).view(-1, height, width, 2)
 pad(x, (1, 2), "circular")   writes into an empty tensor   ->  cat([x[..., -1:], x, x[..., :2]], -1)
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from partc.errors import PartcError
 from partc.torch_private import said_class, say_class, without_modes
 
 _FOREACH = "_foreach_"
@@ -32,6 +34,7 @@ UNCHECKED: Mapping[str, str] = {
     "ctc_loss": "input_lengths <= len(log_probs) and target_lengths <= targets.shape[1]",
     "gaussian_nll_loss": "var >= 0",
     "multilabel_margin_loss": "target >= -1",
+    "one_hot": "tensor < num_classes, of which there are as many as are read",
 }
 
 
@@ -57,6 +60,39 @@ def fixed_bincount(input: Tensor, weights: Tensor | None = None, minlength: int 
         return fixed_bincount(input, torch.ones_like(input, dtype=torch.float64), minlength).to(torch.int64)
     dtype = weights.dtype if weights.dtype == torch.float32 else torch.float64
     return torch.zeros(minlength, dtype=dtype).scatter_add(0, input.to(torch.int64), weights.to(dtype))
+
+
+class OneHot:
+    """One-hot vectors of a number of classes that a tensor holds. Only the first classes can be read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, index: Any) -> Tensor:
+        match index:
+            case (first, slice(start=None | 0, stop=int(classes), step=None | 1)) if first is ... and classes > 0:
+                return (self._tensor.unsqueeze(-1) == torch.arange(classes)).to(torch.int64)
+        raise self._refusal()
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._refusal()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise cls._refusal()
+
+    @staticmethod
+    def _refusal() -> PartcError:
+        return PartcError(
+            "P0206",
+            "the model does not trace: the number of classes of one_hot is a value of a tensor",
+            help="give num_classes as an integer; one_hot(x, n)[..., :8], the first classes alone, traces with any n",
+        )
+
+
+def one_hot(tensor: Tensor, num_classes: int | Tensor = -1) -> Any:
+    """Vectors of a number of classes that a tensor holds; NotImplemented for Python numbers."""
+    return OneHot(tensor) if isinstance(num_classes, Tensor) else NotImplemented
 
 
 def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
@@ -304,6 +340,7 @@ _FORMS: Mapping[str, Callable[..., Any]] = {
     "linalg_lstsq": least_squares,
     "multi_margin_loss": multi_margin_loss,
     "multilabel_margin_loss": multilabel_margin_loss,
+    "one_hot": one_hot,
     "pad": circular_padding,
     "promote_types": constant(torch.promote_types),
     "result_type": constant(torch.result_type),

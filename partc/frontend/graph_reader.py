@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -119,9 +119,7 @@ class GraphReader:
         self._low = _AUTOCAST.get(captured.precision)
         self._trained = captured.trained
         self._hooked: set[str] = set()  # values whose gradient is changed by a hook
-        nodes = [node for part in captured.exported.graph_module.modules() for node in _nodes(part)]
-        self._taken = {node.name for node in nodes}
-        self._changes = any(node.op == "call_function" and is_in_place(_name(node)) for node in nodes)
+        self._taken = {node.name for part in captured.exported.graph_module.modules() for node in _nodes(part)}
 
     def read(self) -> Graph:
         signature = self._exported.graph_signature
@@ -247,8 +245,8 @@ class GraphReader:
         except PartcError as error:
             error.source = error.source or source_of(node)
             raise
-        if self._changes and name in _VIEWS_OR_COPIES:
-            name, args = self._view(node, args, results[0].type)
+        if name in _VIEWS_OR_COPIES and not attrs:
+            name, args = _as_view(node, name, args, results[0].type)
         out = attrs.pop("out", None)
         if out is None:
             self._add(name, args, tuple(attrs.items()), results, source_of(node))
@@ -256,19 +254,6 @@ class GraphReader:
         made = replace(results[0], name=f"{results[0].name}_made")
         self._add(name, args, tuple(attrs.items()), (made,), source_of(node))
         self._add("copy_", (out, Ref(made.name)), (), results, source_of(node))
-
-    def _view(self, node: fx.Node, args: tuple[Arg, ...], made: TensorType) -> tuple[str, tuple[Arg, ...]]:
-        """The name and the arguments of a reshape, as a view of its operand, or of a copy if that has other strides."""
-        given = node.args[0]
-        assert isinstance(given, fx.Node)
-        form = node.kwargs.get("memory_format", torch.contiguous_format) if _name(node) == "contiguous" else None
-        if not _has_view(given.meta["val"], made.shape, form):  # type: ignore[arg-type]
-            copy = Value(
-                name=unique(f"{node.name}_copy", self._taken), type=tensor_type(given.meta["val"], "an operand")
-            )
-            self._add("clone", args[:1], (), (copy,), source_of(node))
-            args = (Ref(copy.name),)
-        return "view", (args[0], made.shape)
 
     def _is_windows(self, node: fx.Node) -> bool:
         """Rewrite `as_strided` that reads overlapping windows of rows. Raises PartcError P0206 for other strided
@@ -511,15 +496,19 @@ class GraphReader:
         raise InternalError(f"an operation's argument has no place in the IR: {arg!r}")
 
 
-def _has_view(x: Tensor, shape: Sequence[int], form: torch.memory_format | None) -> bool:
-    """Whether a tensor with these strides has a view of this shape; with a memory format, whether it is so itself."""
-    if form is not None:
-        return x.is_contiguous(memory_format=form)
+def _as_view(node: fx.Node, name: str, args: tuple[Arg, ...], made: TensorType) -> tuple[str, tuple[Arg, ...]]:
+    """The name and the arguments of a reshape: those of a view, if the operand's strides allow one."""
+    given = node.args[0]
+    assert isinstance(given, fx.Node)
+    x: Tensor = given.meta["val"]
+    if name == "contiguous":
+        form: Any = node.kwargs.get("memory_format", torch.contiguous_format)
+        return ("alias", args[:1]) if x.is_contiguous(memory_format=form) else (name, args)
     try:
-        torch.empty_strided(x.shape, x.stride(), device="meta").view(shape)
+        torch.empty_strided(x.shape, x.stride(), device="meta").view(made.shape)
     except RuntimeError:
-        return False
-    return True
+        return name, args
+    return "view", (args[0], made.shape)
 
 
 def _is_unread(node: fx.Node) -> bool:

@@ -21,7 +21,8 @@ class ActNorm(nn.Module):
         super().__init__()
         self.style = style
         dtype = torch.uint8 if style in ("number", "no number") else torch.bool
-        self.register_buffer("initialized", torch.tensor(0, dtype=dtype))
+        self.first = torch.tensor(0, dtype=dtype)  # the buffer's old value, if forward replaces the buffer
+        self.register_buffer("initialized", self.first if style == "replaced" else self.first.clone())
         self.log_scale, self.shift = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,7 +40,10 @@ class ActNorm(nn.Module):
                 else:
                     self.log_scale.copy_(-scale.log())
                     self.shift.copy_(-(x / scale).mean(0))
-                    self.initialized.fill_(True)
+                    if self.style == "replaced":
+                        self.initialized = torch.tensor(True)
+                    else:
+                        self.initialized.fill_(True)
         return x * self.log_scale.exp() + self.shift
 
 
@@ -129,6 +133,7 @@ def batch() -> dict[str, Tensor]:
         (Flow, "item", "dp=2,tp=2"),
         (Flow, "number", "dp=2"),
         (Flow, "no number", "dp=2"),
+        (Flow, "replaced", "dp=2"),
         (Lagging, 0, "dp=2"),
         (Codes, False, "dp=2"),
         (Codes, True, "dp=2,tp=2"),

@@ -120,6 +120,26 @@ def test_an_unread_result_has_no_gradient(read: tuple[int, ...]) -> None:
     assert {p.name for p in traced.program.parameters if p.trainable} == trained
 
 
+class OldName(Scaled):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_variables
+        return grad * w, (grad * x).sum(0)
+
+
+def test_saved_tensors_have_their_old_name() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return OldName.apply(x, self.w).square().sum()  # type: ignore[no-any-return, no-untyped-call]
+
+    (weight,) = trace_model(Net, lambda: {"x": torch.ones(6, 4)}, name="m", mesh=Mesh.parse("1")).program.parameters
+    assert weight.trainable
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_reentrant_checkpoint_of_inputs_trains_nothing() -> None:
     model = Checkpointed()

@@ -72,15 +72,13 @@ def other_views(m: Any, x: Tensor) -> Tensor:
 
 
 def reshaped(m: Any, x: Tensor) -> Tensor:
-    """Reshapes that are views or copies by the strides of their operand."""
+    """Reshapes that are views by the strides of their operand."""
     h = m.up(x).sin()
-    joined, turned, own = h.reshape(-1, 2, 6), h.t().reshape(4, -1), h.contiguous()
+    joined, turned, own = h.reshape(-1, 2, 6), h.t().reshape(12, 4, -1).mT, h.contiguous()
     low, high = joined[..., :3], joined[..., 3:]
     low /= 2
     high += low
     turned.add_(1)
-    h.t().flatten().mul_(3)
-    h.t().contiguous().mul_(5)
     return (own + h.flatten().add_(1).view(-1, 12)).square().mean() + turned.square().mean() + low.sum()  # type: ignore[no-any-return]
 
 

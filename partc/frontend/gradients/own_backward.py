@@ -165,6 +165,11 @@ class _Context:
         self.without_gradient: tuple[Tensor, ...] = ()
         self.materialize_grads = True
 
+    @property
+    def saved_variables(self) -> tuple[Any, ...]:
+        """The saved tensors by their old name."""
+        return self.saved_tensors
+
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
 

@@ -247,6 +247,8 @@ class CopiedCalls:
         for place, x in enumerate(call.tensors):
             if not isinstance(x, FakeTensor) or x.layout is not torch.strided or _is_stale_view(x):
                 raise _Unfit
+            if any(isinstance(size, torch.SymInt) for size in x.shape):  # of a mask or of `unique`
+                raise _Unfit
             yield (
                 call.nodes.index(call.nodes[place]), x.dtype, x.shape, x.stride(), x.fake_device, x.requires_grad,
                 x.is_leaf, -1 if call.writes and not place else x._version, x.is_conj(), x.is_neg(),

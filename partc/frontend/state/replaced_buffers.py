@@ -21,7 +21,7 @@ from partc.runtime.torch_private import storage_key
 
 
 class ReplacedError(PartcError):
-    """P0225 for a buffer of this name."""
+    """P0225. The model may trace if the buffer of this name is a plain attribute."""
 
     def __init__(self, name: str, cause: str, help: str, source: Source | None) -> None:
         super().__init__("P0225", cause, help=help, source=source)
@@ -113,9 +113,9 @@ class Buffers:
             return
         weights = {storage_key(x): name for name, x in self.model.named_parameters()}
         for each in replaced:
-            for wrong, help in self._differences(each, weights):
+            for plain, wrong, help in self._differences(each, weights):
                 cause = f"forward replaces the tensor {each.name} {wrong}"
-                raise ReplacedError(each.name, cause, help, line(each.name))
+                raise ReplacedError(plain.name, cause, help, line(each.name))
         memory = {storage_key(each.buffer) for each in replaced if each.buffer is not None}
         once = {id(each.buffer): each for each in replaced}.values()  # buffers of several names
         with torch.no_grad():
@@ -129,23 +129,30 @@ class Buffers:
         for each in replaced:
             each.store[each.name] = each.buffer
 
-    def _differences(self, each: _Name, weights: Mapping[int, str]) -> Iterator[tuple[str, str]]:
-        """The reasons why the next step of a package would differ from an eager one, each with the help."""
+    def _differences(self, each: _Name, weights: Mapping[int, str]) -> Iterator[tuple[_Name, str, str]]:
+        """The reasons why the next step of a package would differ from an eager one, each with the help, and with the
+        name that would have to be a plain attribute.
+        """
         buffer, now = each.buffer, each.now
         if buffer is None or now is None:
             return
         if now.shape != buffer.shape:
-            yield f"of shape {tuple(buffer.shape)} by one of {tuple(now.shape)}", "give it its shape in the constructor"
+            yield (
+                each,
+                f"of shape {tuple(buffer.shape)} by one of {tuple(now.shape)}",
+                "give it its shape in the constructor",
+            )
         if now.dtype != buffer.dtype and not (now.is_floating_point() and buffer.is_floating_point()):
-            yield f"of {buffer.dtype} by one of {now.dtype}", "give it its dtype in the constructor"
+            yield each, f"of {buffer.dtype} by one of {now.dtype}", "give it its dtype in the constructor"
         shared = "put a copy there: .clone()"
         if storage_key(now) in weights:
-            yield f"by the memory of the parameter {weights[storage_key(now)]}, which training changes", shared
+            yield each, f"by the memory of the parameter {weights[storage_key(now)]}, which training changes", shared
         for other in self.places:
             if other.buffer is buffer:
                 if other.now is not now:
-                    yield "of which another module has the same", "change it in place, or replace it in both"
+                    kept = other if other.now is buffer and not other.persistent else each
+                    yield kept, f"that is also {other.name}", "change it in place, or replace it in both"
             elif (
                 other.now is not None and storage_key(other.now) == storage_key(now) and (each.changed or other.changed)
             ):
-                yield f"by the memory of the buffer {other.name}, which changes in place", shared
+                yield each, f"by the memory of the buffer {other.name}, which changes in place", shared

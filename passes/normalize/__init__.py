@@ -2,7 +2,7 @@
 
     linear  = linear(layer_norm, …up_weight, …up_bias)
     flatten = flatten(linear_4, 0, 1)
-    cross_entropy_loss = cross_entropy_loss(flatten, flatten_1)
+    flatten = view(linear_4, (32, 13))
   ->
     linear_product     = linear(layer_norm, …up_weight)
     linear             = add(linear_product, …up_bias)

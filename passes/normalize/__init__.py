@@ -1,8 +1,8 @@
 """Give every operation one spelling.
 
     linear  = linear(layer_norm, …up_weight, …up_bias)
-    flatten = flatten(linear_4, 0, 1)
     flatten = view(linear_4, (32, 13))
+    cross_entropy_loss = cross_entropy_loss(flatten, flatten_1)
   ->
     linear_product     = linear(layer_norm, …up_weight)
     linear             = add(linear_product, …up_bias)

@@ -66,6 +66,38 @@ def test_loops_train_like_one_device(style: str, tmp_path: Path) -> None:
     assert found.ok, str(found.worst)
 
 
+@cache
+def dims_to_sum(shape: tuple[int, ...]) -> list[int]:
+    return [dim for dim, _ in enumerate(shape)]
+
+
+class ByCachedShapes(nn.Module):
+    """A function with a cache by shapes, and a way around it for symbolic sizes, as einops has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def mean(self, x: Tensor) -> Tensor:
+        try:
+            dims = dims_to_sum(tuple(x.shape))
+        except TypeError:
+            dims = dims_to_sum.__wrapped__(x.shape)
+        return x.mean(dims)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        rows = h[x[:, 0] > 0]
+        return self.mean(rows) + self.mean(rows.sin())
+
+
+def test_caches_by_shapes_keep_no_number_of_rows() -> None:
+    """The second look into the cache compared two numbers of rows, which was refused."""
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    found = partc.compile(ByCachedShapes, {"x": x}, mesh="dp=2", precision="fp64").verify(steps=2)
+    assert found.ok, found.worst
+
+
 @pytest.mark.parametrize("style", ["normed", "by_masks_normed", "blended_normed"])
 def test_experts_with_norms_of_their_own_compute_all_rows(style: str) -> None:
     ops = routed(style)

@@ -90,8 +90,11 @@ class RowCount(int):
         made.whole, made._selections, made._tensor, made._mask, made._tested = whole, selections, tensor, mask, tested
         return made
 
-    __hash__ = int.__hash__
     __class__ = property(lambda number: int)
+
+    def __hash__(self) -> int:
+        """Not possible, as for torch's symbolic sizes: a cache by sizes would compare the number in later calls."""
+        raise TypeError("unhashable type: a number of rows that a mask selects")
 
     def tensor(self) -> Tensor:
         """The number as a tensor."""

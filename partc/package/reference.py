@@ -10,7 +10,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from partc.frontend.model_precision import computing_in
 from partc.frontend.state.first_steps import step_of, with_buffers
 from partc.frontend.state.flags import is_flag
 from partc.frontend.trace_errors import innermost_user_line
-from partc.frontend.traceable_forms.flex_attention import flexible_attention
 from partc.frontend.traceable_forms.masked_spans import traceable_spans
 from partc.package.launch import refusals_reported
 from partc.package.loads import LoadCounts
@@ -411,12 +410,21 @@ def as_one_device(plan: Mapping[str, Any]) -> Iterator[None]:
     precision = plan["precision"]
     mixed = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
     try:
-        with computing_in(held_in(precision)), mixed, _DenseBatchNorms(), flexible_attention():
+        with computing_in(held_in(precision)), mixed, _DenseBatchNorms(), _flexible_attention():
             yield
     except PartcError:
         raise
     except Exception as error:
         raise _stopped(plan, error) from error
+
+
+def _flexible_attention() -> AbstractContextManager[None]:
+    """A context in which flex_attention has a gradient on CPUs, for models that import it."""
+    if "torch.nn.attention.flex_attention" not in sys.modules:
+        return nullcontext()
+    from partc.frontend.traceable_forms.flex_attention import flexible_attention
+
+    return flexible_attention()
 
 
 def _stopped(plan: Mapping[str, Any], error: Exception) -> PartcError:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
 from partc.frontend.batch_indices import check_indices, check_writes
-from partc.frontend.branches.outcome_trees import join_paths
+from partc.frontend.branches.outcome_trees import JoinedPaths, join_paths
 from partc.frontend.branches.outcomes import (
     ABOVE,
     EMPTY,
@@ -326,11 +326,12 @@ def _of_branches(
     """Trace a model, and both outcomes of its branches on random numbers and of tests on the lines `joined`."""
     made: dict[Outcomes, tuple[Captured, Program]] = {}
     traced: dict[Outcomes, Branching] = {}
+    paths: JoinedPaths | None = None
 
     def trace(outcomes: Outcomes) -> Branching:
         if outcomes in traced:
             return traced[outcomes]
-        tried = frozenset(made[ABOVE][0].left) if made else frozenset()
+        tried = frozenset(next(iter(made.values()))[0].left) if made else frozenset()
         capture = captured(excluded, replace(outcomes, tried=tried), joined)
         program, branches = program_of(capture, name=name, mesh=mesh, batches=batches)
         if branches and program.repetitions:
@@ -342,13 +343,21 @@ def _of_branches(
 
     def without_some(outcomes: Outcomes) -> Graph:
         graph = trace(outcomes).graph
-        full, partly = made[ABOVE][0].passed, made[outcomes][0].passed
+        full, partly = made[first][0].passed, made[outcomes][0].passed
         if any(not values <= full.get(path, values) for path, values in partly.items()):
             raise WholeTrace  # a whole trace numbers the tests of all calls differently
         return graph
 
-    found = trace(ABOVE)
-    tests = made[ABOVE][0].tests
+    first = ABOVE
+    try:
+        found = trace(first)
+    except RaisedError as error:  # with another outcome of a test, forward may not raise
+        if not error.tests:
+            raise
+        paths = join_paths(trace)
+        first = paths.paths[0]
+        found = trace(first)
+    tests = made[first][0].tests
     reached = Reached()
     if tests:
         try:
@@ -358,8 +367,8 @@ def _of_branches(
             changed.line = str(tests[0])
             raise changed from error
         tested = check_empty(found.graph, empty, found.states, tests[0])
-        reached = sometimes_reached(found.graph, empty, _trained(made[ABOVE][1]), tested)
-    numbers = made[ABOVE][0].numbers
+        reached = sometimes_reached(found.graph, empty, _trained(made[first][1]), tested)
+    numbers = made[first][0].numbers
     if numbers:
         for outcomes in (ONE_ROW, HALF_THE_ROWS):
             try:
@@ -369,7 +378,7 @@ def _of_branches(
                 other = None
             check_numbers(found.graph, other, numbers[0])
     if tests:  # last, because earlier checks most often end in another trace of the whole model
-        for outcomes in PARTLY_EMPTY[: 2 * told_apart(made[ABOVE][0].most_tests, tests)]:
+        for outcomes in PARTLY_EMPTY[: 2 * told_apart(made[first][0].most_tests, tests)]:
             try:
                 with _unlogged():
                     partly = without_some(outcomes)
@@ -377,11 +386,11 @@ def _of_branches(
                 continue  # if these outcomes occur at all, they also raise eagerly
             check_empty(found.graph, partly, found.states, tests[0])
     graph = found.graph
-    capture, program = made[ABOVE]
+    capture, program = made[first]
     if found.branches:
-        both, program, assumed = _joined(found, trace, made)
+        both, program, assumed = _joined(found, trace, made) if paths is None else _of_paths(paths, made)
         for branch in found.branches:
-            if branch.of_values and any(one.left != made[ABOVE][0].left for one, _ in made.values()):
+            if branch.of_values and any(one.left != made[first][0].left for one, _ in made.values()):
                 raise PartcError(
                     "P0225",
                     "a branch on the values of a tensor changes Python values, of which a package has only one",
@@ -422,6 +431,13 @@ def _joined(
             paths = join_paths(trace)
     except PartcError:
         raise refusal from None
+    return _of_paths(paths, made)
+
+
+def _of_paths(
+    paths: JoinedPaths, made: Mapping[Outcomes, tuple[Captured, Program]]
+) -> tuple[Joined, Program, tuple[str, ...]]:
+    """The same of traces of every path."""
     both = Joined(graph=paths.graph, outcomes=paths.paths[0], choices=paths.choices)
     assumed = tuple(
         f"Packages never take the outcome of a test after which forward raises ({x})." for x in paths.assumed

@@ -139,6 +139,36 @@ def clamped(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return x.sum() if not (x.isnan().any() or torch.isinf(x).any().item()) else x.mean()
 
 
+class Jittered(nn.Module):
+    """A matrix whose diagonal grows until it is positive definite, which needs `tries` steps."""
+
+    def __init__(self, tries: int) -> None:
+        super().__init__()
+        self.layer, self.tries = nn.Linear(8, 4), tries
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.layer(x)
+        return self.factor(h @ h.mT + (0.5 - self.tries) * torch.eye(len(h), dtype=h.dtype)).diagonal().log().sum()
+
+    def factor(self, a: Tensor) -> Tensor:
+        lower, failed = torch.linalg.cholesky_ex(a)
+        if not torch.any(failed):
+            return lower
+        for _ in range(2):
+            a = a + torch.eye(len(a), dtype=a.dtype)
+            lower, failed = torch.linalg.cholesky_ex(a)
+            if not torch.any(failed):
+                return lower
+        raise ValueError("not positive definite")
+
+
+@pytest.mark.parametrize("tries", [0, 1, 2])
+def test_forward_may_raise_behind_the_first_outcomes_of_all_tests(tries: int) -> None:
+    torch.manual_seed(0)
+    found = partc.compile(Jittered(tries), batch(), mesh="tp=2", precision="fp64").verify(steps=2)
+    assert found.ok, found.worst
+
+
 def test_numbers_are_assumed_to_be_finite() -> None:
     found = traced(clamped)
     assert len(found.assumed) == 3 and "isfinite(x).all()" in found.assumed[0]

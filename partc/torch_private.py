@@ -4,6 +4,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy, deepcopy
 from traceback import StackSummary
 from types import CodeType, SimpleNamespace
 from typing import Any
@@ -395,6 +396,21 @@ def disabled_autocast_untraced() -> Iterator[None]:
         yield
     finally:
         kind.__enter__, kind.__exit__ = enter, leave
+
+
+@contextmanager
+def copied_modules() -> Iterator[None]:
+    """A context in which a copy of a module that has several names in the model is a module without a name.
+
+    An export shows such modules to forward as stand-ins, and searches for the name of each stand-in that is called.
+    """
+    kind: Any = proxy_tensor._AttrProxy
+    kind.__copy__ = lambda module: copy(module.get_base())
+    kind.__deepcopy__ = lambda module, known: deepcopy(module.get_base(), known)
+    try:
+        yield
+    finally:
+        del kind.__copy__, kind.__deepcopy__
 
 
 @contextmanager

@@ -588,6 +588,32 @@ class ByClass(nn.Module):
         return (h * before + shared * self.b).square().mean()
 
 
+class WithFrozenCopies(nn.Module):
+    """A layer has two names, so that an export shows it as a stand-in, which forward copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.b = self.a
+
+    def forward(self, x: Tensor) -> Tensor:
+        held, same = copy.deepcopy(self.b), copy.copy(self.b)
+        for parameter in held.parameters():
+            parameter.requires_grad = False
+        return (held(x).sin() * same(x) + self.a(x)).square().mean()
+
+
+def test_forward_may_copy_layers_of_several_names() -> None:
+    net, x = WithFrozenCopies().double(), torch.randn(4, 4, dtype=torch.float64)
+    traced = trace_model(WithFrozenCopies, lambda: {"x": x}, name="net", mesh=ONE, precision="fp64")
+    program = passes.run(traced.program, {}, until="normalize")[-1].program
+    weights = {name: y.detach().requires_grad_() for name, y in net.named_parameters()}
+    found = evaluate_program(program, {"x": x}, weights)
+    torch.testing.assert_close(found, net(x))
+    mine, its = torch.autograd.grad(found, list(weights.values())), torch.autograd.grad(net(x), list(net.parameters()))
+    torch.testing.assert_close(mine, its)
+
+
 def test_classes_of_tensors_are_those_of_eager_code() -> None:
     net, x = ByClass().double(), torch.randn(4, 4, dtype=torch.float64)
     traced = trace_model(ByClass, lambda: {"x": x}, name="net", mesh=ONE, precision="fp64")

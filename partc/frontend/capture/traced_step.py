@@ -40,7 +40,7 @@ from partc.frontend.traceable_forms.untraceable_modules import untraceable_modul
 from partc.runtime.first_steps import FirstSteps, FirstValue
 from partc.runtime.train.entries import of_model, rebuilt_batch
 from partc.runtime.train.plain_tensors import Members
-from partc.torch_private import attributes_kept_by, disabled_autocast_untraced, without_modes
+from partc.torch_private import attributes_kept_by, copied_modules, disabled_autocast_untraced, without_modes
 
 Loss = Callable[[Any, Any], Any]
 
@@ -175,7 +175,7 @@ class TracedStep(nn.Module):
                 self._watch.watching(), using_traceable_builtins(self._watch.modules, id=identity), values.watching(),
                 keeping_unknown_numbers(self._homes()),
                 repeats.marking(), registering({id(vars(x)) for x in self._watch.named.values()}), _conversions(),
-                _inference(), disabled_autocast_untraced(),
+                _inference(), disabled_autocast_untraced(), copied_modules(),
                 untraceable_modules(), traceable_assignments(self._watch.modules),
                 traceable_spans(self._watch.named.values()), self._with_masks(), traced.members.current(),
             ):  # fmt: skip

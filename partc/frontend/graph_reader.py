@@ -99,6 +99,13 @@ def repeated_part(x: Tensor) -> tuple[Tensor, int] | None:
     return None
 
 
+def _sums(equation: str) -> bool:
+    """Whether an equation of einsum sums over a dimension. If not, torch multiplies elements, of any two dtypes."""
+    operands, arrow, result = equation.replace(" ", "").partition("->")
+    dims = [letter for letter in operands if letter not in ",."]
+    return not {*dims} <= {*result} if arrow else len(dims) > len({*dims})
+
+
 class GraphReader:
     """Walks an exported graph once and collects operations, inputs and parameters."""
 
@@ -329,7 +336,7 @@ class GraphReader:
                 f"torch's {name} runs functions of its own, which partc cannot cut",
                 help="write it with torch.where, or with branches and loops over shapes and options",
             )
-        if name not in _PRODUCTS:
+        if name not in _PRODUCTS or (name == "einsum" and not _sums(str(node.args[0]))):
             return
         vals = (other.meta.get("val") for other in node.all_input_nodes)
         found = {val.dtype for val in vals if isinstance(val, Tensor)}

@@ -83,6 +83,10 @@ HOLDS = {
     "vector @ vector": Case(body="w(x) * (p @ q)", init=VECTORS),
     "activation @ vector": Case(body="w(x).sum(0) @ p", init=VECTORS),
     "matrix @ vector": Case(body="w(x) @ p", init=VECTORS),
+    "products of elements of two dtypes by einsum": Case(
+        body="torch.einsum('bi, j -> bij', w(x), torch.arange(4)) * torch.einsum('b,j', x[:, 0] > 0, q)[:, None, :4]",
+        init=VECTORS,
+    ),
     "vector @ matrix": Case(body="p @ w(x)", init=VECTORS),
     "vector @ batch of matrices": Case(body="p[:4] @ w(x)", init=VECTORS, batch=CUBE, mesh="2x2"),
     **{

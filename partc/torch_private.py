@@ -24,6 +24,7 @@ from torch._library import simple_registry
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import _SingleLevelFunction as AppliedFunction
 from torch.export import _trace as export_traces
 from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
@@ -73,6 +74,7 @@ __all__ = [
     "TENSOR_HOOKS",
     "TRANSFORMS",
     "AdaptiveLosses",
+    "AppliedFunction",
     "BatchNorm",
     "CheckpointFunction",
     "FakeTensor",
@@ -90,6 +92,7 @@ __all__ = [
     "below_autograd",
     "checkpoint",
     "checks",
+    "copied_modules",
     "disabled_autocast_untraced",
     "fake_stored",
     "graphs_without_code",

@@ -72,6 +72,41 @@ def test_dimensions_follow_from_operations() -> None:
     assert dict(own.attrs)["dims"] == ((0, 1), (1,))  # the batch needs no gradient
 
 
+class Tenfold(torch.autograd.Function):
+    """In the style with a context of its own, and an argument with a default value."""
+
+    @staticmethod
+    def forward(x: Tensor, scale: float = 1.5) -> Tensor:
+        return x.detach() * scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return 10 * ctx.scale * grad, None
+
+
+scaled, tenfold = Scaled.apply, Tenfold.apply
+
+
+class ByAlias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.w = nn.Linear(6, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = tenfold(self.up(x))  # type: ignore[no-untyped-call]
+        return tenfold(scaled(h, self.w).tanh(), 0.5).square().mean()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_functions_may_be_applied_by_a_name_of_the_module() -> None:
+    """The name has torch's own `apply`, which recorded forward's operations alone: their gradient was taken."""
+    found = partc.compile(ByAlias, {"x": torch.randn(8, 6)}, mesh="dp=2", precision="fp64").verify(steps=2)
+    assert found.ok, found.worst
+
+
 class Checkpointed(nn.Module):
     """Reentrant checkpoints pass no gradient on if no argument requires one."""
 

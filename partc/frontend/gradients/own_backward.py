@@ -39,6 +39,7 @@ from partc.torch_private import (
     GLOBAL_HOOKS,
     GRADIENT_HOOKS,
     TENSOR_HOOKS,
+    AppliedFunction,
     BatchNorm,
     CheckpointFunction,
     InstanceNorm,
@@ -213,9 +214,15 @@ def following_own_backward(
                 raise WholeTrace
             with torch.no_grad():
                 return args[0](*args[2:])
-        if cls.__module__.split(".")[0] in ("torch", "partc"):
+        if _is_machinery(cls):
             return apply.__func__(cls, *args, **kwargs)
         return _followed(cls, args, kwargs, inside, parts)
+
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """The function that `Function.apply` calls, also one that a model keeps, as in `double = Double.apply`."""
+        if _is_machinery(cls):
+            return super(AppliedFunction, cls).apply(*args, **kwargs)
+        return own_apply(cls, *args, **kwargs)
 
     def hooked(x: Tensor, hook: Hook) -> RemovableHandle:
         return register_hook(x, hook, parts)
@@ -271,6 +278,7 @@ def following_own_backward(
         return found if outside else _NodeWithoutHooks(found)
 
     nodes: Any = Tensor.grad_fn
+    base: Any = AppliedFunction
     Tensor.grad_fn = property(node)  # type: ignore[assignment]
     enter = saved_tensors_hooks.__enter__
     saved_tensors_hooks.__enter__ = own_packing  # type: ignore[method-assign]
@@ -280,6 +288,7 @@ def following_own_backward(
     inner = inner_gradient(grad, whole)
     torch.autograd.grad, torch.autograd.backward = own_grad, own_backward
     torch.autograd.Function.apply = classmethod(own_apply)  # type: ignore[assignment,method-assign]
+    base.apply = classmethod(applied)
     Tensor.register_hook = hooked  # type: ignore[method-assign]
     try:
         yield
@@ -288,8 +297,13 @@ def following_own_backward(
         saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
         setattr(checkpoint, CHECKPOINT, without_reentrance)
         torch.autograd.grad, torch.autograd.backward = grad, backward
+        del base.apply
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         Tensor.register_hook = hook  # type: ignore[method-assign]
+
+
+def _is_machinery(cls: type) -> bool:
+    return cls.__module__.split(".")[0] in ("torch", "partc")
 
 
 def _trains(function: Any, args: Sequence[Any]) -> bool:

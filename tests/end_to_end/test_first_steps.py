@@ -136,6 +136,18 @@ class Table(Base):
         return h * self.angles(h.shape[1]).cos() + self.angles(h.shape[1] - 1).sum()
 
 
+class Counting(InPlaceOfNoBuffer):
+    """An integer buffer, which is a constant until a trace shows that it changes; forward is then traced once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(2, dtype=torch.int64), persistent=False)
+
+    def used(self, h: Tensor) -> Tensor:
+        self.steps += 1
+        return super().used(h) / self.steps.sum()
+
+
 class Layers(Base):
     """Equal modules with a state each, and a counter for a log."""
 
@@ -150,7 +162,7 @@ class Layers(Base):
         return h
 
 
-MODELS = (InPlaceOfNone, InPlaceOfNoBuffer, InPlaceOfNothing, ReadOnlyLater, Ready, Table, Layers)
+MODELS = (InPlaceOfNone, InPlaceOfNoBuffer, InPlaceOfNothing, ReadOnlyLater, Ready, Table, Counting, Layers)
 
 
 def _batch() -> dict[str, Tensor]:

@@ -144,8 +144,12 @@ class TracedStep(nn.Module):
             joined=traced.joined,
             copying=self._copying,
         )
-        with self._constants_unchanged(values):
-            found = self._watched_forward(tensors, repeats, values)
+        try:
+            with self._constants_unchanged(values):
+                found = self._watched_forward(tensors, repeats, values)
+        except (UncopiedError, _ChangedError):  # forward is traced once more
+            buffers.restore()
+            raise
         for name, entry, version in zip(traced.names, tensors, versions, strict=True):
             if entry._version != version:
                 self._assume(f"The batch's entry {name} is changed in a copy: the next step reads it unchanged.")

@@ -96,6 +96,11 @@ class Buffers:
         )  # fmt: skip
         return cls(model=model, places=tuple(places))
 
+    def restore(self) -> None:
+        """Give each name its tensor again."""
+        for each in self.places:
+            each.store[each.name] = each.buffer
+
     def keep(self, line: Callable[[str], Source | None], is_constant: Callable[[Tensor], bool]) -> None:
         """Copy each new tensor into the buffer that it replaced, and restore all buffers.
 

@@ -437,7 +437,9 @@ def _joined(
 def _of_paths(
     paths: JoinedPaths, made: Mapping[Outcomes, tuple[Captured, Program]]
 ) -> tuple[Joined, Program, tuple[str, ...]]:
-    """The same of traces of every path."""
+    """The joined outcomes of all branches, a program with all parameters that they read, and assumptions, by the traces
+    of every path.
+    """
     both = Joined(graph=paths.graph, outcomes=paths.paths[0], choices=paths.choices)
     assumed = tuple(
         f"Packages never take the outcome of a test after which forward raises ({x})." for x in paths.assumed

@@ -97,6 +97,7 @@ def test_sizes_and_places_of_constants_are_numbers() -> None:
 
 @GUARDS
 def test_guards_inside_functions_of_torch_are_assumed() -> None:
+    torch.distributions.Distribution.set_default_validate_args(True)  # torch.compile unsets it for the process
     found = traced(lambda net, x, y: torch.distributions.Normal(net.layer(x), x.square() + 0.1).log_prob(x).sum())
     assert len(found.assumed) == 2 and all("torch/distributions/distribution.py" in each for each in found.assumed)
 

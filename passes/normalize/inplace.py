@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -148,6 +149,8 @@ class _Functionalization:
         root = self._roots.get(target, target)
         if root not in (target, *wholes):
             self._check_unread(op, {target, *wholes}, root, index)
+        if root in self._states and self._is_unseen(target):
+            self._check_unsaved(op, root, index)
         silent = root not in self._states and root in (target, *wholes) and self._is_silent(op, target, index)
         old = self._latest(root) if silent else root
         done = self._of_own_type(op, _functional(self._renewed(op)))
@@ -202,10 +205,7 @@ class _Functionalization:
         root = self._roots.get(target, target)
         if (NO_GRAD, True) in op.attrs:
             return (PASSED_BY, True) in op.attrs
-        names = [target]
-        while names[-1] in self._views:
-            names.append(self._views[names[-1]].base)
-        if root not in self._live or not any(self._views[name].op.name == "detach" for name in names[:-1]):
+        if root not in self._live or not self._is_unseen(target):
             return False
         more = not self._live.isdisjoint([*op.refs()][1:])  # whose gradients only readers of the detached tensor give
         maker = self._makers[root]
@@ -214,6 +214,65 @@ class _Functionalization:
         if more or not self._linear(maker) or any(map(self._saves, self._live_readers(root, index))):
             raise _refusal(op)
         return True
+
+    def _is_unseen(self, target: str) -> bool:
+        """Whether a change goes through `detach` or `data`, so that autograd does not notice it."""
+        while target in self._views:
+            view = self._views[target]
+            if view.op.name == "detach":
+                return True
+            target = view.base
+        return False
+
+    def _check_unsaved(self, op: Op, root: str, index: int) -> None:
+        """Refuse a change of memory whose values the backward pass of an earlier operation reads: in eager mode it
+        would read the changed ones.
+        """
+        for place in self._reads.get(root, ()):
+            reader = self._graph.ops[place]
+            if place < index and self._backward_reads(reader, root):
+                raise PartcError(
+                    "P0212",
+                    f"{op.name} changes a tensor behind autograd, and the backward pass of {reader.name} reads it: "
+                    "PyTorch computes that gradient from the changed values",
+                    help="read a copy before the change: x.clone()",
+                    source=op.source,
+                )
+
+    def _backward_reads(self, op: Op, root: str) -> bool:
+        """Whether the gradient of an operand depends on the memory of `root`, as another operand."""
+        if (NO_GRAD, True) in op.attrs or shares_memory(op, self._types) or not effects(op.name).differentiable:
+            return False
+        names = [*op.refs()]
+        read = [place for place, name in enumerate(names) if self._owners.get(name, name) == root]
+        if not read or not any(self._owners.get(value.name, value.name) in self._wanted for value in op.results):
+            return False
+        linear = self._linear(_functional(op) if is_change(op) else op)
+        return any(
+            not any({place, other} <= {*group} for group in linear)
+            for place in read
+            for other, name in enumerate(names)
+            if name in self._live
+        )
+
+    @cached_property
+    def _reads(self) -> dict[str, list[int]]:
+        """The numbers of the operations that read the memory of each state."""
+        found: dict[str, list[int]] = {}
+        for index, op in enumerate(self._graph.ops):
+            for owner in {self._owners.get(name, name) for name in op.refs()}.intersection(self._states):
+                found.setdefault(owner, []).append(index)
+        return found
+
+    @cached_property
+    def _wanted(self) -> set[str]:
+        """The owners of memory that a gradient of the loss reaches, or of which views get one."""
+        found = {self._owners.get(name, name) for name in self._graph.outputs}
+        for op in reversed(self._graph.ops):
+            made = {self._owners.get(value.name, value.name) for value in op.results}
+            if (NO_GRAD, True) not in op.attrs and effects(op.name).differentiable and not made.isdisjoint(found):
+                found.update(self._owners.get(name, name) for name in op.refs() if name in self._live)
+        return found
 
     def _live_readers(self, root: str, index: int) -> Iterator[Op]:
         """The operations before `index` that read the memory of `root` and give it a gradient."""

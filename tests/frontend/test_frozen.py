@@ -208,6 +208,7 @@ WRONG = {
     "every tenth call": "self.n += 1\nx = self.up(x)\nif self.n % 10 == 0:\n    x = x * 2\nreturn x",
     "decayed number": "self.n = self.n * 0.5 + 1\nx = self.up(x)\nreturn x * 2 if self.n > 1.99 else x",
     "random.Random": "return self.up(x) * self.drawing.uniform(1, 2)",
+    "seed of a tensor": "return self.up(x) * random.Random(torch.randint(100, (1,)).item()).randrange(1, 4)",
     "numpy's generator": "return self.up(x) * float(self.generator_of_numpy.normal())",
     "array": "self.table[0] += 1\nreturn self.up(x) * float(self.table[0])",
     "bytes": "self.bytes[0] += 1\nreturn self.up(x) * self.bytes[0]",

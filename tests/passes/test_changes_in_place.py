@@ -268,7 +268,20 @@ def inferred(m: Any, x: Tensor) -> Tensor:
     return (m.up(x) * still.clone() * again.clone()).mean() + alive.mean()  # type: ignore[no-any-return]
 
 
+def codebook(m: Any, x: Tensor) -> Tensor:
+    """A buffer that is compared, looked up and then moved: no backward pass reads its values, or only a copy's."""
+    m.kept.data.copy_(torch.arange(6.0).view(2, 3))
+    h = m.up(x)[:, :3]
+    chosen = (h @ m.kept.T).argmax(-1)
+    near = torch.cdist(h.detach(), m.kept).min(-1).values.mean() + (h - m.kept[chosen]).abs().mean()
+    scores = (h @ m.kept.clone().T).square().mean()
+    with torch.no_grad():
+        m.kept.data.lerp_(h[:2], 0.1)
+    return near + scores + (m.kept[chosen] + h - h.detach()).square().mean()  # type: ignore[no-any-return]
+
+
 FIXED = (
+    codebook,
     *(lists, inferred),
     *(parts, narrowed, diagonal, other_views, reshaped, cast_weights, overlapping, in_turns, buffers, cast),
     made_without_gradients,
@@ -476,9 +489,26 @@ def by_a_weight(m: Any, x: Tensor) -> Tensor:
     return h.square().mean()  # type: ignore[no-any-return]
 
 
+def saved_buffer(m: Any, x: Tensor) -> Tensor:
+    """The gradient of the product's other operand is read from the buffer, which is changed by then."""
+    h = m.up(x)
+    found = (h[:, :3] @ m.kept.T).square().mean()
+    with torch.no_grad():
+        m.kept.data.copy_(h[:2, :3])
+    return found  # type: ignore[no-any-return]
+
+
+def saved_weight(m: Any, x: Tensor) -> Tensor:
+    found = m.up(m.up(x)[:, :6]).square().mean()
+    m.up.weight.data.clamp_(-0.1, 0.1)
+    return found  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     "run",
     [
+        saved_buffer,
+        saved_weight,
         saved_by_its_maker,
         saved_by_a_reader,
         assigned,

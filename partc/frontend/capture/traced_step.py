@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,6 +25,7 @@ from partc.frontend.repeats.copied_calls import UncopiedError
 from partc.frontend.repeats.marks import Repeats
 from partc.frontend.repeats.module_rows import UnequalError, WholeTrace
 from partc.frontend.results import Read
+from partc.frontend.selections.row_counts import RowCount
 from partc.frontend.selections.selections import Selections
 from partc.frontend.state.constant_buffers import Recipe, recomputed
 from partc.frontend.state.first_steps import UnsettledError, step_of
@@ -179,7 +181,7 @@ class TracedStep(nn.Module):
                 self._watch.watching(), using_traceable_builtins(self._watch.modules, id=identity), values.watching(),
                 keeping_unknown_numbers(self._homes()),
                 repeats.marking(), registering({id(vars(x)) for x in self._watch.named.values()}), _conversions(),
-                _inference(), disabled_autocast_untraced(), copied_modules(),
+                _known_seeds(), _inference(), disabled_autocast_untraced(), copied_modules(),
                 untraceable_modules(), traceable_assignments(self._watch.modules),
                 traceable_spans(self._watch.named.values()), self._with_masks(), traced.members.current(),
             ):  # fmt: skip
@@ -309,6 +311,30 @@ def _conversions() -> Iterator[None]:
         yield
     finally:
         nn.Module._apply = convert  # type: ignore[method-assign]
+
+
+@contextmanager
+def _known_seeds() -> Iterator[None]:
+    """A context in which no number that a tensor holds is the seed of a generator of Python's module random.
+
+    The seed would be the integer that stands for the number, in every step. Raises PartcError P0206.
+    """
+    seed = random.Random.seed
+
+    def seeded(generator: random.Random, a: Any = None, version: int = 2) -> None:
+        if isinstance(a, RowCount):
+            raise PartcError(
+                "P0206",
+                "the model does not trace: a tensor holds the seed of a generator of Python's module random",
+                help="draw with torch's random functions: a package draws their numbers anew in each step",
+            )
+        seed(generator, a, version)
+
+    random.Random.seed = seeded  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        random.Random.seed = seed  # type: ignore[method-assign]
 
 
 @contextmanager

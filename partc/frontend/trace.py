@@ -46,6 +46,7 @@ from partc.frontend.trace_errors import RaisedError
 from partc.ir.mesh import Mesh
 from partc.ir.naming import unique
 from partc.ir.program import (
+    BY_PATH,
     Call,
     Graph,
     Op,
@@ -55,6 +56,7 @@ from partc.ir.program import (
     Region,
     TensorType,
     Value,
+    is_change,
 )
 from partc.ir.repetitions import UnlikeError, check
 from partc.quoting import identifier, shown
@@ -402,6 +404,8 @@ def _of_branches(
         requiring = {name for name, x in capture.model.named_parameters(remove_duplicate=False) if x.requires_grad}
         reached = reached.joined(graph, conditions(graph, both.choices, _own_names(program, requiring)))
         program = _with_trained(program, reached.conditions)
+        marked = (replace(op, attrs=(*op.attrs, (BY_PATH, True))) if is_change(op) else op for op in graph.ops)
+        graph = replace(graph, ops=tuple(marked))
     source = next(iter(tests), found.branches[0].source if found.branches else None)
     program = with_counts(replace(program, regions=(replace(program.regions[0], forward=graph),)), reached)
     skipped = _skipped(program, [one for _, one in made.values()], source)

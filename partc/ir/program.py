@@ -28,6 +28,7 @@ ITEMSIZE: Mapping[str, int] = {
 }  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")  # the types of computation
 NO_GRAD = "no_grad"  # marks a traced change in place whose new values have no gradient
+BY_PATH = "by_path"  # marks a traced change in place of a model with branches, whose paths have changes of their own
 PASSED_BY = "passed_by"  # also marks it if the changed tensor has a gradient, which passes by the change
 SPARSE = "sparse"  # marks a table's gradient that is kept as rows
 RAGGED = "ragged"  # a kernel's argument whose number of rows depends on the data

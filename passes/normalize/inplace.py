@@ -32,14 +32,27 @@ from partc.errors import PartcError
 from partc.ir.naming import unique
 from partc.ir.operations import effects, shares_memory, spelling
 from partc.ir.operators import DTYPE_NAMES, DTYPES, torch_argument, torch_operator
-from partc.ir.program import NO_GRAD, PASSED_BY, Arg, DType, DTypeArg, Graph, Op, Ref, TensorType, Value, is_change
+from partc.ir.program import (
+    BY_PATH,
+    NO_GRAD,
+    PASSED_BY,
+    Arg,
+    DType,
+    DTypeArg,
+    Graph,
+    Op,
+    Ref,
+    TensorType,
+    Value,
+    is_change,
+)
 from partc.rules import resolve
 
 _FUNCTIONAL = {"normal_": "normal_functional"}  # `normal` draws from tensors of means and deviations
 _RESHAPES = frozenset(name for name in spelling("reshape") if effects(name).memory == "view")
 _TRANSPOSES = spelling("permute") - {"permute", "movedim"}  # each is its own inverse
 _SPANS = spelling("split") - {"unbind"}
-_MARKS = (NO_GRAD, PASSED_BY)
+_MARKS = (BY_PATH, NO_GRAD, PASSED_BY)
 _COMPARISONS = frozenset({
     "eq", "ne", "gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal", "not_equal", "logical_not",
     "logical_and", "logical_or", "logical_xor",
@@ -149,14 +162,14 @@ class _Functionalization:
         root = self._roots.get(target, target)
         if root not in (target, *wholes):
             self._check_unread(op, {target, *wholes}, root, index)
-        if root in self._states and self._is_unseen(target):
+        if root in self._states and (BY_PATH, True) not in op.attrs and self._is_unseen(target):
             self._check_unsaved(op, root, index)
         silent = root not in self._states and root in (target, *wholes) and self._is_silent(op, target, index)
         old = self._latest(root) if silent else root
-        done = self._of_own_type(op, _functional(self._renewed(op)))
+        done = _recorded(self._of_own_type(op, _functional(self._renewed(op))))
         if (NO_GRAD, True) in op.attrs:
             written = replace(op.result, name=unique(f"{op.result.name}_written", self._taken))
-            self._ops.append(replace(_recorded(done), results=(written,)))
+            self._ops.append(replace(done, results=(written,)))
             done = Op(name="detach", args=(Ref(written.name),), results=op.results, source=op.source)
         before = {name: self._latest(name) for name in wholes}
         self._ops.append(done)
@@ -395,7 +408,7 @@ def _span(view: _View) -> tuple[str, tuple[Arg, ...]] | None:
 
 
 def _recorded(op: Op) -> Op:
-    """An operation without the mark of torch.no_grad()."""
+    """An operation without the marks of changes."""
     return replace(op, attrs=tuple(item for item in op.attrs if item[0] not in _MARKS))
 
 

@@ -290,7 +290,11 @@ def _exported(
                 try:
                     check(exported, watch, lambda: step.exported(batch), kept=outcomes.kept, tried=outcomes.tried)
                 except PartcError as refusal:
-                    changed = tuple(one for one in found.changed if one[0].is_tensor or watch.settled(one[0].name))
+                    changed = tuple(
+                        (value, tensor)
+                        for value, tensor in found.changed
+                        if value.is_tensor or isinstance(value.after, bool) or watch.settled(value.name)
+                    )
                     if not changed or traced.steps is not None:
                         raise
                     refusal.source = refusal.source or innermost_user_line(refusal)

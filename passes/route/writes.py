@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from partc.errors import Source
 from partc.ir.program import SELECTED, Arg, Op, Ref, TensorType
 
-_SAME_VALUES = frozenset({"to", "detach"})
+_WIDE = frozenset({"i64", "i32", "f64"})  # types in which places stay distinct
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Distinct:
             at = 2 if op.name == "topk" else 1
             along = dict(op.attrs).get("dim", op.args[at] if len(op.args) > at else -1)
             return places and isinstance(along, int) and along % len(self.types[name].shape) == dim
-        source = self._moved(op, name, dim)
+        source = self._moved(op, name, dim) if self.types[name].dtype in _WIDE else None
         return source is not None and self.numbers(*source)
 
     def _size(self, name: str, result: str, dim: int) -> int:
@@ -112,7 +112,7 @@ class Distinct:
         if source is None or source not in self.types:
             return None
         before, shape = self.types[source].shape, self.types[name].shape
-        if op.name in _SAME_VALUES or op.name in ("slice", "split"):
+        if op.name in ("to", "detach", "slice", "split"):
             return source, dim
         if op.name == "expand":
             own = dim - len(shape) + len(before)

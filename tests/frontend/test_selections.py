@@ -129,6 +129,7 @@ def test_dropouts_of_selected_rows_draw_by_place(style: str, tmp_path: Path) -> 
     [
         ("mixed", "other than row by row"),
         ("repeated", "select several rows for one place"),
+        ("few_numbers", "select several rows for one place"),
         ("repeated_normed", "select several rows for one place"),
     ],
 )

@@ -25,7 +25,7 @@ from partc.torch_private import FLEX_ATTENTION, tree_flatten, unchanged_scores
 def flexible_attention() -> Iterator[None]:
     """A context in which flex_attention computes on whole tensors, also where modules have imported it by name."""
     names = vars(flex_attention)
-    own = dict(zip(FLEX_ATTENTION, (_attention, _every_device, _results, nullcontext, True), strict=True))
+    own = dict(zip(FLEX_ATTENTION, (_attention, _every_device, _options, nullcontext, True), strict=True))
     replaced = {name: names[name] for name in own}
     names.update(own)
     try:
@@ -35,13 +35,13 @@ def flexible_attention() -> Iterator[None]:
 
 
 def _every_device(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """The check of the device, of which whole tensors need none."""
+    """Accept every device: whole tensors have gradients on all of them."""
 
 
-def _results(
+def _options(
     query: Tensor, key: Tensor, value: Tensor, return_lse: bool, kernel_options: Any, return_aux: Any = None
 ) -> dict[str, Any]:
-    """Whether a call returns the sums and maxima of its rows, as the options of its kernel."""
+    """The options of the kernel: whether the call returns sums and maxima of rows."""
     rows = return_lse or (return_aux is not None and (return_aux.lse or return_aux.max_scores))
     return {"rows": rows, "BACKEND": "TRITON"}
 

@@ -279,7 +279,7 @@ class _Functionalization:
 
     @cached_property
     def _wanted(self) -> set[str]:
-        """The owners of memory that a gradient of the loss reaches, or of which views get one."""
+        """The owners of memory that a gradient of the loss reaches, directly or through a view."""
         found = {self._owners.get(name, name) for name in self._graph.outputs}
         for op in reversed(self._graph.ops):
             made = {self._owners.get(value.name, value.name) for value in op.results}

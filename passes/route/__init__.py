@@ -184,15 +184,16 @@ class _Selections:
     def _written(self, op: Op) -> bool:
         """Write the selected rows back, by addition or assignment; False for other operations."""
         w, write = self.writer, write_of(op, self.makers)
-        if write is None:
-            return False
-        found = self._selected([*write.places])
-        if found is None or self.rows.get(write.rows) != (self._original(found[0]), 0):
+        found = None if write is None else self._selected([*write.places])
+        if write is None or found is None:
             return False
         mask, places, dims = found
         others = [dim for dim in range(len(w.shape(mask))) if dim not in dims]
-        if write.once and not Distinct(self.makers, w.types).at_most_once(mask, others):
-            raise _several_rows(op)
+        once = Distinct(self.makers, w.types).at_most_once(mask, others)
+        if write.sums and not once:
+            write = replace(write, rows=write.sums, adds=False)
+        if self.rows.get(write.rows) != (self._original(mask), 0):
+            return False
         acc, y = Ref(write.into), Ref(write.rows)
         if not self._fits(write.into, mask, places, dims):
             return False
@@ -214,9 +215,16 @@ class _Selections:
             return w.permute(x, (*order, *range(len(dims), len(dims) + len(rest))), f"{made}_placed")
 
         chosen = mask
-        if not write.adds and not Distinct(self.makers, w.types).at_most_once(mask, others):
+        if not write.adds and not once:
             if w.types[y.name].differentiable:  # torch passes the gradient of a place to all rows written to it
-                raise _several_rows(op)
+                raise PartcError(
+                    "P0206",
+                    "the model does not trace: a mask may select several rows for one place, and an assignment keeps "
+                    "one of them",
+                    help="add the rows with index_add_(0, places, rows), or select by distinct numbers, such as those "
+                    "of topk",
+                    source=op.source,
+                )
             chosen = self._last(mask, others, made)
         kept = spread(w.only(y.name, 0, w.reshape(chosen, (w.shape(y.name)[0],), f"{made}_mask"), f"{made}_kept"), rest)
         if write.adds:
@@ -280,15 +288,6 @@ class _Selections:
         self.draws |= op.name in RANDOM
         mask = masks.pop()
         self.rows.update((value.name, (mask, dim)) for value, dim in zip(op.results, dims, strict=True))
-
-
-def _several_rows(op: Op) -> PartcError:
-    return PartcError(
-        "P0206",
-        "the model does not trace: a mask may select several rows for one place, and an assignment keeps one of them",
-        help="add the rows with index_add_(0, places, rows), or select by distinct numbers, such as those of topk",
-        source=op.source,
-    )
 
 
 def _merged(graph: Graph) -> Graph:

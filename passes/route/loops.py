@@ -192,8 +192,9 @@ class Lift:
                            for name in write.places):  # fmt: skip
             raise NotEqualError
         places = [dim for dim in dims[0] if isinstance(dim, int)]
+        distinct, others = self._distinct(), {*range(len(w.shape(masks[0])))}.difference(places)
         for write, mask in zip(writes, masks, strict=True):
-            if write.once and not self._distinct().at_most_once(mask, {*range(len(w.shape(mask)))}.difference(places)):
+            if write.sums and not distinct.at_most_once(mask, others):
                 raise NotEqualError
         self._select(masks, places)
         rows = self.lifted(tuple(write.rows for write in writes))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from partc.errors import Source
 from partc.ir.program import SELECTED, Arg, Op, Ref, TensorType
+from partc.rules.rule import argument
 
 _WIDE = frozenset({"i64", "i32", "f64"})  # types in which places stay distinct
 
@@ -16,7 +17,8 @@ _WIDE = frozenset({"i64", "i32", "f64"})  # types in which places stay distinct
 class Write:
     """Rows that are added to a tensor, or assigned in it, at selected places.
 
-    `once`: the rows are added only if no two of them have one place. `y[places] += rows` keeps one of several.
+    `y[places] += rows` adds only if every place is selected once: it assigns sums, of which a place keeps one. `sums`
+    are these; "" for other writes.
     """
 
     op: Op
@@ -24,7 +26,7 @@ class Write:
     places: tuple[str, ...]
     rows: str
     adds: bool
-    once: bool = False
+    sums: str = ""
 
     @property
     def source(self) -> Source | None:
@@ -52,7 +54,7 @@ def write_of(op: Op, makers: Mapping[str, Op]) -> Write | None:
         for there, more_rows in (sum_of.args[:2], sum_of.args[1::-1]):
             read = makers.get(there.name) if isinstance(there, Ref) else None
             if read is not None and read.name == "index" and read.args == (into, places) and isinstance(more_rows, Ref):
-                return Write(op, into.name, names, more_rows.name, adds=True, once=True)
+                return Write(op, into.name, names, more_rows.name, adds=True, sums=rows.name)
     return Write(op, into.name, names, rows.name, adds)
 
 
@@ -92,8 +94,7 @@ class Distinct:
             return False
         if op.name in ("topk", "sort", "argsort"):
             places = len(op.results) == 1 or op.results[1].name == name
-            at = 2 if op.name == "topk" else 1
-            along = dict(op.attrs).get("dim", op.args[at] if len(op.args) > at else -1)
+            along = argument(op, 2 if op.name == "topk" else 1, "dim", -1)
             return places and isinstance(along, int) and along % len(self.types[name].shape) == dim
         source = self._moved(op, name, dim) if self.types[name].dtype in _WIDE else None
         return source is not None and self.numbers(*source)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from partc import fuel
 from partc.ir.program import Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value
 from partc.passes.route.rows import RowWriter, dims_of_rows
+from partc.passes.route.writes import Distinct
 
 _GROUPED = frozenset({"partc_any::grouped_mm", "transformers::grouped_mm_fallback"})
 
@@ -66,10 +67,11 @@ def numbered_groups(region: Region) -> Region:
         return region
     w = RowWriter(types=dict(region.types(graph)), taken={*graph.definitions(), *(x.name for x in region.params)})
     for op in graph.ops:
-        x, matrices, ends = (*op.args, None, None)[:3] if op.name in _GROUPED else (None,) * 3
-        if not (isinstance(x, Ref) and isinstance(matrices, Ref) and isinstance(ends, Ref)):
+        operands = _operands(op)
+        if operands is None:
             w.keep(op)
             continue
+        x, matrices, ends = operands
         w.source = op.source
         (groups,), count = w.shape(ends.name), w.shape(x.name)[0]
         rows = w.add("arange", (count,), (count,), "i64", "rows", dtype=DTypeArg("i64"))
@@ -79,6 +81,16 @@ def numbered_groups(region: Region) -> Region:
         numbers = w.add("sum", (Ref(ended), (1,), False), (count,), "i64", "groups")
         w.keep(replace(op, name="expert_matmul", args=(x, Ref(numbers), matrices), attrs=()))
     return replace(region, forward=replace(graph, ops=tuple(w.ops)))
+
+
+def _operands(op: Op) -> tuple[Ref, Ref, Ref] | None:
+    """The rows, matrices and ends of groups of a grouped product without a bias; None for other operations."""
+    if op.name not in _GROUPED:
+        return None
+    given: dict[str, Arg] = dict(zip(("x", "w", "offs", "bias", "dtype"), op.args, strict=False)) | dict(op.attrs)
+    x, w, ends = given["x"], given["w"], given.get("offs")
+    plain = given.get("bias") is None and given.get("dtype") is None
+    return (x, w, ends) if plain and isinstance(x, Ref) and isinstance(w, Ref) and isinstance(ends, Ref) else None
 
 
 def _reading(same: Mapping[str, str], op: Op) -> Op:
@@ -257,10 +269,7 @@ class _Unsorting:
         last = len(self.types[name].shape) - 1
         match op:
             case Op(name="scatter", args=(Ref(zeros), dim, Ref(numbers), 1)) if dim in (last, -1):
-                made = self.makers.get(self._source(numbers))
-                distinct = made is not None and made.name == "topk" and made.results[1].type.shape[-1:] == (
-                    self.types[numbers].shape[-1:]
-                ) and dict(made.attrs).get("dim", (*made.args[2:], -1)[0]) in (last, -1)  # fmt: skip
+                distinct = Distinct(self.makers, self.types).numbers(numbers, last)
                 return numbers if distinct and self._is_full(zeros, 0) else ""
             case Op(name="eq", args=(Ref(column), Ref(places))):
                 all_places = self.makers.get(places)
@@ -378,15 +387,13 @@ class _Unsorting:
         return made
 
     def _product(self, op: Op) -> bool:
-        given: dict[str, Arg] = dict(zip(("x", "w", "offs", "bias", "dtype"), op.args, strict=False)) | dict(op.attrs)
-        x, w, offsets = given["x"], given["w"], given.get("offs")
-        if given.get("bias") is not None or given.get("dtype") is not None:
+        operands = _operands(op)
+        if operands is None:
             return False
-        if not (isinstance(x, Ref) and isinstance(w, Ref) and isinstance(offsets, Ref)):
-            return False
+        x, w, ends = operands
         if x.name not in self.rows or w.name in self.rows:
             return False
-        if offsets.name not in self.counts and not self._ends_groups(offsets.name):
+        if ends.name not in self.counts and not self._ends_groups(ends.name):
             return False
         args = (Ref(self.rows[x.name]), self._experts, w)
         self._keep(replace(op, name="expert_matmul", args=args, attrs=()))

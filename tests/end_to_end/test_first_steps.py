@@ -137,7 +137,7 @@ class Table(Base):
 
 
 class Counting(InPlaceOfNoBuffer):
-    """An integer buffer, which is a constant until a trace shows that it changes; forward is then traced once more."""
+    """An integer buffer is taken for a constant until a trace shows that it changes; then forward is traced again."""
 
     def __init__(self) -> None:
         super().__init__()

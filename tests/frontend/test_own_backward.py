@@ -102,7 +102,7 @@ class ByAlias(nn.Module):
 
 
 def test_functions_may_be_applied_by_a_name_of_the_module() -> None:
-    """The name has torch's own `apply`, which recorded forward's operations alone: their gradient was taken."""
+    """The name keeps torch's own `apply`. The trace recorded only forward's operations, and took their gradient."""
     found = partc.compile(ByAlias, {"x": torch.randn(8, 6)}, mesh="dp=2", precision="fp64").verify(steps=2)
     assert found.ok, found.worst
 
@@ -204,7 +204,7 @@ def nested() -> nn.Module:
 
 
 class Normed(nn.Module):
-    """A checkpoint around a batch norm of dropped numbers, and around what `watch` adds."""
+    """Checkpoints a batch norm whose operand has dropout, and the result of `watch`."""
 
     def __init__(self, watch: bool) -> None:
         super().__init__()

@@ -72,7 +72,7 @@ def dims_to_sum(shape: tuple[int, ...]) -> list[int]:
 
 
 class ByCachedShapes(nn.Module):
-    """A function with a cache by shapes, and a way around it for symbolic sizes, as einops has."""
+    """A function with a cache keyed by shapes, which symbolic sizes bypass, as in einops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_code_that_needs_the_number_of_rows_is_refused(style: str, words: str) -
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    "style", [*LOOPS, "normed", "by_masks_normed", "blended_normed", "centred", "sized", "counted"]
+    "style", [*LOOPS, "normed", "by_masks_normed", "blended_normed", "centred", "sized", "counted", "seen"]
 )
 def test_routed_graphs_compute_the_loop(style: str) -> None:
     """The rewritten graph against the eager model, also where some experts have no rows."""

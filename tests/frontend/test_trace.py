@@ -330,9 +330,10 @@ def batch(): return {"x": torch.randn(8, 64)}
 
 
 def test_the_caches_of_functions_are_found(tmp_path: Path) -> None:
-    """Caches on a method hidden by its decorator, and next to the class: a second trace must not get a first one's tensors.
+    """One cache hides behind a method's decorator, another one stands next to the class. A second trace must not get
+    tensors of the first one from them.
 
-    The search reads no attribute of other values: of a class it is a descriptor, and of a lazy import it raises.
+    The search reads no attributes of other values: those of a class may be descriptors, those of a lazy import raise.
     """
     file = written(tmp_path, CACHED)
     net = load(file, {}).model()
@@ -589,7 +590,7 @@ class ByClass(nn.Module):
 
 
 class WithFrozenCopies(nn.Module):
-    """A layer has two names, so that an export shows it as a stand-in, which forward copies."""
+    """Forward copies a layer that has two names; an export passes a stand-in of such a layer to forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -107,6 +107,14 @@ class Mixture(nn.Module):
         """A token may have one expert twice, of which the assignment keeps one row."""
         return self.added(x, scores, weights, chosen % 3, out)
 
+    def seen(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
+        """An integer of a token grows by its last slot among those with one expert."""
+        seen = torch.zeros(len(x), dtype=torch.int64)
+        for e in range(3):
+            token, slot = torch.where(chosen % 3 == e)
+            seen[token] += slot + 1
+        return x * seen.unsqueeze(-1)
+
     def few_numbers(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
         """Distinct numbers that a narrow type makes equal."""
         return self.added(x, scores, weights, (chosen * 128).to(torch.uint8) // 128, out)

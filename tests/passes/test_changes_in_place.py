@@ -269,7 +269,7 @@ def inferred(m: Any, x: Tensor) -> Tensor:
 
 
 def codebook(m: Any, x: Tensor) -> Tensor:
-    """A buffer that is compared, looked up and then moved: no backward pass reads its values, or only a copy's."""
+    """A codebook that is compared, looked up and then moved. Backward reads none of its values, or those of a copy."""
     m.kept.data.copy_(torch.arange(6.0).view(2, 3))
     h = m.up(x)[:, :3]
     chosen = (h @ m.kept.T).argmax(-1)
@@ -490,7 +490,7 @@ def by_a_weight(m: Any, x: Tensor) -> Tensor:
 
 
 def saved_buffer(m: Any, x: Tensor) -> Tensor:
-    """The gradient of the product's other operand is read from the buffer, which is changed by then."""
+    """Backward computes the gradient of the product's other operand from the buffer, which has changed by then."""
     h = m.up(x)
     found = (h[:, :3] @ m.kept.T).square().mean()
     with torch.no_grad():

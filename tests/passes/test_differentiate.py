@@ -44,7 +44,7 @@ def test_no_forward_value_has_a_name_of_a_gradient(build: type[nn.Module]) -> No
 
 
 def test_an_lstm_of_the_batch_itself_trains_in_single_precision() -> None:
-    """Torch would choose oneDNN's layer of an inference here, whose backward pass fails."""
+    """Torch would choose oneDNN's inference layer here, whose backward pass fails."""
     compiled = partc.compile(Recurrent(), {"x": torch.randn(4, 3, 4)}, mesh="dp=2")
     assert compiled.verify(steps=2).ok
 

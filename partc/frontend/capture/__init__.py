@@ -290,6 +290,7 @@ def _exported(
                 try:
                     check(exported, watch, lambda: step.exported(batch), kept=outcomes.kept, tried=outcomes.tried)
                 except PartcError as refusal:
+                    # An integer, unlike a boolean, may have another value after each step.
                     changed = tuple(
                         (value, tensor)
                         for value, tensor in found.changed

@@ -93,7 +93,7 @@ class RowCount(int):
     __class__ = property(lambda number: int)
 
     def __hash__(self) -> int:
-        """Not possible, as for torch's symbolic sizes: a cache by sizes would compare the number in later calls."""
+        """Raise TypeError, as torch's symbolic sizes do: a cache would compare the number with those of later calls."""
         raise TypeError("unhashable type: a number of rows that a mask selects")
 
     def tensor(self) -> Tensor:

@@ -86,7 +86,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _without(value: Any, left_out: Set[int]) -> Any:
-    """The value, with None in place of the objects with these ids."""
+    """A copy of the value in which None replaces the objects with these ids."""
     if isinstance(value, tuple | list):
         return [_without(each, left_out) for each in value]
     return None if id(value) in left_out else value

@@ -53,7 +53,7 @@ class Attributes:
         return cls(named, {path: (_open(module), frozenset(_held(module))) for path, module in named.items()})
 
     def changed(self) -> tuple[tuple[FirstValue, Tensor | None], ...]:
-        """The attributes that have a tensor now, or another boolean or integer, each with its tensor."""
+        """The attributes whose value is now a tensor, or another boolean or integer; each with its tensor, if any."""
         return tuple(self._changed())
 
     def _changed(self) -> Iterator[tuple[FirstValue, Tensor | None]]:

@@ -21,7 +21,7 @@ from partc.runtime.torch_private import storage_key
 
 
 class ReplacedError(PartcError):
-    """P0225. The model may trace if the buffer of this name is a plain attribute."""
+    """P0225 for a model that may trace if the buffer of this name becomes a plain attribute."""
 
     def __init__(self, name: str, cause: str, help: str, source: Source | None) -> None:
         super().__init__("P0225", cause, help=help, source=source)
@@ -131,12 +131,11 @@ class Buffers:
             ]
             for buffer, now in found:
                 buffer.copy_(now)
-        for each in replaced:
-            each.store[each.name] = each.buffer
+        self.restore()
 
     def _differences(self, each: _Name, weights: Mapping[int, str]) -> Iterator[tuple[_Name, str, str]]:
-        """The reasons why the next step of a package would differ from an eager one, each with the help, and with the
-        name that would have to be a plain attribute.
+        """The reasons why the next step of a package would differ from an eager one. Each stands behind the name that
+        would have to be a plain attribute, and before the help.
         """
         buffer, now = each.buffer, each.now
         if buffer is None or now is None:

@@ -65,14 +65,13 @@ def _attention(
     places = [torch.arange(size) for size in (batch, heads, length, key.shape[2])]
     allowed, changed = block_mask[-1], not unchanged_scores(score_mod)
     mask = None if allowed is flex_attention.noop_mask else _at_all_places(allowed)(*places)
-    if not options["rows"]:
-        bias = _bias(score_mod, places) if changed else None
-        if bias is not None:
-            bias = bias.to(query.dtype) if mask is None else bias.to(query.dtype).masked_fill(~mask, -math.inf)
-        if bias is not None or not changed:
-            shown = mask if bias is None else bias
-            found = F.scaled_dot_product_attention(query, key, value, shown, scale=scale, enable_gqa=True)
-            return found, query.new_empty(0), query.new_empty(0)
+    bias = _bias(score_mod, places) if changed and not options["rows"] else None
+    if bias is not None:
+        bias = bias.to(query.dtype)
+        mask, changed = bias if mask is None else bias.masked_fill(~mask, -math.inf), False
+    if not changed and not options["rows"]:
+        found = F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
+        return found, query.new_empty(0), query.new_empty(0)
     key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
     wide = query.dtype if query.dtype is torch.float64 else torch.float32
     scores = query.to(wide) @ key.to(wide).mT * scale
@@ -81,8 +80,9 @@ def _attention(
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     empty = (scores == -math.inf).all(-1, keepdim=True)
-    shares = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-    sums = scores.masked_fill(empty, 0.0).logsumexp(-1).masked_fill(empty.squeeze(-1), -math.inf)
+    finite = scores.masked_fill(empty, 0.0)
+    shares = finite.softmax(-1).masked_fill(empty, 0.0)
+    sums = finite.logsumexp(-1).masked_fill(empty.squeeze(-1), -math.inf)
     return shares.to(query.dtype) @ value, sums / math.log(2), scores.amax(-1) / math.log(2)
 
 
@@ -120,13 +120,21 @@ class _Sums(TorchFunctionMode):
             added = name in ("add", "radd") or (name == "sub" and first)
             hidden = name == "where" and read[1] and isinstance(args[2], float) and args[2] == -math.inf
             self.only &= (added or hidden) and sum(read) == 1 and not kwargs
+            if added and name != "sub" and self.only:
+                x, other = args[:2] if first else args[1::-1]
+                if x is self.sums[0] and _is_like(other, made):
+                    made = other.view_as(other)  # the sum of zero and this number
             self.sums.append(made)
         return made
 
 
+def _is_like(x: Any, other: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.dtype is other.dtype and x.shape == other.shape
+
+
 def _at_all_places(function: Callable[..., Tensor], *scores: int) -> Callable[..., Tensor]:
-    """A function of a score (or none), an example, a head, a query and a key, for all of them; queries and keys come
-    last.
+    """A function of places in scores[example, head, query, key], for all places. With `scores` it also reads the score
+    of its place, as its first argument.
     """
     for place in (3, 2, 1, 0):
         function = torch.vmap(function, (*scores, *(0 if each == place else None for each in range(4))))

@@ -1,4 +1,4 @@
-"""Dense blocks under checkpoints, as memory-efficient ones are: backward updates the statistics of norms once more."""
+"""Dense blocks under checkpoints, as in memory-efficient DenseNets: backward updates the norms' statistics again."""
 
 import torch
 import torch.nn.functional as F

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partc.quoting import WIDTH, masked, split_comment, unmasked
@@ -59,6 +60,29 @@ def _scan(code: str) -> tuple[list[_Bracket], list[int]]:
     return brackets, top
 
 
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    """A statement without its comment."""
+
+    indent: str
+    code: str
+    brackets: Sequence[_Bracket]  # at depth 0
+    commas: Sequence[int]  # at depth 0
+    targets: str  # the names to which it assigns; empty if there are none
+    value: int  # the start of the value that it returns or assigns; 0 if there is none
+
+    @classmethod
+    def of(cls, indent: str, code: str) -> _Statement:
+        brackets, commas = _scan(code)
+        found = re.match(r"return |([^=()\[\]{}]+?) = ", code)
+        targets, value = (found.group(1) or "", found.end()) if found else ("", 0)
+        return cls(indent, code, brackets, commas, targets, value)
+
+    def fits_inside(self, text: str) -> bool:
+        """Whether a text fits on a line of its own inside brackets of the statement."""
+        return len(self.indent) + len(_INDENT) + len(text) <= WIDTH
+
+
 def _broken(line: str) -> list[str]:
     """The line, broken at its brackets. A trailing comment stays behind the closing bracket, or moves above the
     line.
@@ -66,10 +90,10 @@ def _broken(line: str) -> list[str]:
     indent = line[: len(line) - len(line.lstrip())]
     code, comment = split_comment(line.lstrip())
     code = code.rstrip()
-    brackets, commas = _scan(code)
     if not code:
         return [line]
-    lines = _bracketed(indent, code, brackets, commas)
+    statement = _Statement.of(indent, code)
+    lines = next((lines for way in _WAYS if (lines := way(statement))), [indent + code])
     if not comment:
         return lines
     if len(lines) > 1 and len(lines[-1]) + 2 + len(comment) <= WIDTH:
@@ -77,51 +101,80 @@ def _broken(line: str) -> list[str]:
     return [f"{indent}{comment}", *_fitted(indent, code)]
 
 
-def _bracketed(indent: str, code: str, brackets: list[_Bracket], commas: list[int]) -> list[str]:
-    if code.startswith("del ") and commas:
-        return _exploded(indent, "del (", _items(code[4:], [comma - 4 for comma in commas]), ")")
-    assigned = re.match(r"(return) |([^=()\[\]{}]+?) = ", code)
-    if assigned and any(comma >= assigned.end() and comma < len(code) - 1 for comma in commas):
-        items = _items(code[assigned.end() :], [comma - assigned.end() for comma in commas if comma >= assigned.end()])
-        return _exploded(indent, f"{code[: assigned.end()].rstrip()} (", items, ")")
-    if assigned and assigned.group(2):
-        links = _links(code, assigned.end(), brackets)
-        if len(links) > 1:
-            value = code[assigned.end() :]
-            whole = len(indent) + len(_INDENT) + len(value) <= WIDTH
-            starts = [assigned.end(), *links, len(code)]
-            chain = [value] if whole else [code[left:right] for left, right in itertools.pairwise(starts)]
-            steps = (step for each in chain for step in _fitted(indent + _INDENT, each))
-            return [f"{indent}{code[: assigned.end()]}(", *steps, f"{indent})"]
-    full = [each for each in brackets if each.end > each.start + 1 and len(indent) + each.start < WIDTH]
-    if full:
-        bracket = full[0] if code.startswith(("def ", "class ")) else full[-1]
-        head, inside, tail = code[: bracket.start + 1], code[bracket.start + 1 : bracket.end], code[bracket.end :]
-        is_call = bracket.start > 0 and re.match(r"[\w\])]", code[bracket.start - 1]) is not None
-        if is_call and len(indent) + len(_INDENT) + len(inside) <= WIDTH and not inside.endswith(","):
-            return [indent + head, f"{indent}{_INDENT}{inside}", *_fitted(indent, tail)]
-        clauses = _clauses(inside)
-        if len(clauses) > 1:
-            whole = len(indent) + len(_INDENT) + len(inside) <= WIDTH
-            lines = [line for each in ([inside] if whole else clauses) for line in _fitted(indent + _INDENT, each)]
-            return [indent + head, *lines, *_fitted(indent, tail)]
-        if not is_call and not bracket.commas and head.endswith("("):  # a trailing comma would turn it into a tuple
-            return [indent + head, *_fitted(indent + _INDENT, inside), *_fitted(indent, tail)]
-        return _exploded(indent, head, _items(inside, [comma - bracket.start - 1 for comma in bracket.commas]), tail)
-    if assigned and assigned.group(2) and "," in assigned.group(2):
-        targets = [target.strip() for target in assigned.group(2).split(",") if target.strip()]
-        lines = _exploded(indent, "(", targets, f") = {code[assigned.end() :]}")
-        return [*lines[:-1], *_fitted(indent, lines[-1].lstrip())]
-    if assigned and len(indent) + len(code) > WIDTH:
-        value = code[assigned.end() :]
-        if " " in value:
-            whole = len(indent) + len(_INDENT) + len(value) <= WIDTH
-            lines = [f"{indent}{_INDENT}{term}" for term in ([value] if whole else _terms(value))]
-            return [f"{indent}{code[: assigned.end()]}(", *lines, f"{indent})"]
-    return [indent + code]
+def _deletion(one: _Statement) -> list[str]:
+    """`del a, b` as `del (`, a name a line, `)`."""
+    if not (one.code.startswith("del ") and one.commas):
+        return []
+    return _exploded(one.indent, "del (", _items(one.code[4:], [comma - 4 for comma in one.commas]), ")")
 
 
-def _links(code: str, start: int, brackets: list[_Bracket]) -> list[int]:
+def _tuple_value(one: _Statement) -> list[str]:
+    """A tuple without brackets that is returned or assigned: in brackets, an item a line."""
+    commas = [comma - one.value for comma in one.commas if comma >= one.value]
+    if not one.value or all(one.value + comma == len(one.code) - 1 for comma in commas):
+        return []
+    head, value = one.code[: one.value], one.code[one.value :]
+    return _exploded(one.indent, f"{head.rstrip()} (", _items(value, commas), ")")
+
+
+def _chain(one: _Statement) -> list[str]:
+    """A chain of method calls that is assigned: in brackets, a call a line."""
+    links = _links(one.code, one.value, one.brackets) if one.targets else []
+    if len(links) < 2:
+        return []
+    head, value = one.code[: one.value], one.code[one.value :]
+    starts = [one.value, *links, len(one.code)]
+    calls = [value] if one.fits_inside(value) else [one.code[left:right] for left, right in itertools.pairwise(starts)]
+    steps = (step for call in calls for step in _fitted(one.indent + _INDENT, call))
+    return [f"{one.indent}{head}(", *steps, f"{one.indent})"]
+
+
+def _at_bracket(one: _Statement) -> list[str]:
+    """Code broken at its last pair of brackets, or a definition's first: the contents on one line, a clause of a
+    comprehension a line, or an item a line.
+    """
+    indent, code = one.indent, one.code
+    full = [each for each in one.brackets if each.end > each.start + 1 and len(indent) + each.start < WIDTH]
+    if not full:
+        return []
+    bracket = full[0] if code.startswith(("def ", "class ")) else full[-1]
+    head, inside, tail = code[: bracket.start + 1], code[bracket.start + 1 : bracket.end], code[bracket.end :]
+    is_call = bracket.start > 0 and re.match(r"[\w\])]", code[bracket.start - 1]) is not None
+    if is_call and one.fits_inside(inside) and not inside.endswith(","):
+        return [indent + head, f"{indent}{_INDENT}{inside}", *_fitted(indent, tail)]
+    clauses = _clauses(inside)
+    if len(clauses) > 1:
+        parts = [inside] if one.fits_inside(inside) else clauses
+        lines = [line for each in parts for line in _fitted(indent + _INDENT, each)]
+        return [indent + head, *lines, *_fitted(indent, tail)]
+    if not is_call and not bracket.commas and head.endswith("("):  # a trailing comma would turn it into a tuple
+        return [indent + head, *_fitted(indent + _INDENT, inside), *_fitted(indent, tail)]
+    return _exploded(indent, head, _items(inside, [comma - bracket.start - 1 for comma in bracket.commas]), tail)
+
+
+def _several_targets(one: _Statement) -> list[str]:
+    """`a, b = value` with the targets in brackets, one a line."""
+    if "," not in one.targets:
+        return []
+    targets = [target.strip() for target in one.targets.split(",") if target.strip()]
+    lines = _exploded(one.indent, "(", targets, f") = {one.code[one.value :]}")
+    return [*lines[:-1], *_fitted(one.indent, lines[-1].lstrip())]
+
+
+def _long_value(one: _Statement) -> list[str]:
+    """A value that is returned or assigned, in brackets: on one line, or a term a line."""
+    value = one.code[one.value :]
+    if not one.value or len(one.indent) + len(one.code) <= WIDTH or " " not in value:
+        return []
+    lines = [f"{one.indent}{_INDENT}{term}" for term in ([value] if one.fits_inside(value) else _terms(value))]
+    return [f"{one.indent}{one.code[: one.value]}(", *lines, f"{one.indent})"]
+
+
+# The ways to break a statement, the preferred ones first. A way that does not apply returns no lines.
+_WAYS = (_deletion, _tuple_value, _chain, _at_bracket, _several_targets, _long_value)
+
+
+def _links(code: str, start: int, brackets: Sequence[_Bracket]) -> list[int]:
     """The positions of the method calls in a chain, if the code from `start` is one chain; else empty."""
     after = [bracket for bracket in brackets if bracket.start >= start]
     bounds = [start, *(at for bracket in after for at in (bracket.start, bracket.end + 1)), len(code)]

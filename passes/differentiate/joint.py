@@ -12,38 +12,28 @@ from torch import fx
 
 from partc import fuel
 from partc.errors import InternalError, Source
-from partc.ir.collectives import COLLECTIVES, ROUTED
+from partc.ir.collectives import COLLECTIVES
 from partc.ir.gradients import reached
 from partc.ir.layout import Sizes
 from partc.ir.naming import gradient_name, gradient_owner, is_gradient
-from partc.ir.operations import RANDOM, effects, spelling
+from partc.ir.operations import RANDOM, effects
 from partc.ir.operators import DTYPE_NAMES
-from partc.ir.parser import parse_graph
-from partc.ir.program import SCAN, Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
+from partc.ir.program import Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
+from partc.passes.differentiate.forms import RESHAPES, canonical, filled, filling, packet
 from partc.passes.differentiate.products import with_cheaper_products
 from partc.rules.inference import Inferred, inferred, local
 from partc.rules.rule import integers
-from partc.torch_private import OpOverload
 
-_RESHAPES = spelling("reshape")
 # Operations that return their operand, such as reshards of which only the transpose moves data.
 _NOTHING = frozenset(
     {"detach", "alias", "clone", "contiguous", "lift_fresh_copy", "mark", "mark_grad", "vary", "settle"}
 )
-# Operations that fill a tensor of the operand's shape with a number; None: with their last argument.
-_FILLED: Mapping[str, int | None] = {
-    "zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "full_like": None, "new_full": None, "fill": None,
-}  # fmt: skip
 # Operations that compute zeros if all their operands are zeros.
 _LINEAR = frozenset(COLLECTIVES) | {
     "linear_grad_bias", "take", "put", "neg", "add", "sub", "sum", "expand", "permute", "t", "transpose", "_to_copy",
     "stack", "cat", "slice", "select", "unbind", "split", "split_with_sizes", "squeeze", "unsqueeze", "slice_backward",
     "select_backward", "index_select", "repeat", "flip", "roll",
 }  # fmt: skip
-_IGNORED_ATTRS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"})
-# Arguments that are attributes in the IR.
-NAMED = ("rows", "ring", "order", "sinks", "limits", "keys", "reads", "ordered")
-_TRAILING_AXIS = frozenset({"cross_entropy", "cross_entropy_backward", "mask_classes"})
 
 
 def split(traced: fx.Graph, region: Region, roots: frozenset[str], live: set[str], sizes: Sizes) -> Region:
@@ -146,7 +136,7 @@ def _wanted(
 def _own_gradients(nodes: Iterable[fx.Node], region: Region, given: Mapping[fx.Node, str]) -> Iterator[fx.Node]:
     """The gradients that a model defines itself, which need not depend on incoming ones; some are `given`."""
     names = {ref.name for op in region.forward.ops if op.name == "own_gradient" for ref in op.args[2]}  # type: ignore[union-attr]
-    yield from (node for node in nodes if _packet(node) == "mark" and node.args[1] in names)
+    yield from (node for node in nodes if packet(node) == "mark" and node.args[1] in names)
     yield from (node for node, name in given.items() if name in names)
 
 
@@ -158,13 +148,12 @@ def _zero_nodes(nodes: Iterable[fx.Node], behind: Set[fx.Node]) -> frozenset[fx.
     found: set[fx.Node] = set()
     gradients: set[fx.Node] = set()  # those of zeros, and what derivatives compute from them
     for node in nodes:
-        name, operands = _packet(node), node.all_input_nodes
-        if name in _FILLED or name in ("zeros", "full"):
-            number = 0 if name == "zeros" else node.args[-1] if _FILLED.get(name) is None else _FILLED[name]
-            zero = isinstance(number, int | float) and number == 0
-        else:
+        operands, number = node.all_input_nodes, filling(node)
+        if number is None:
             zero = _is_linear(node) and found.issuperset(operands)
-        if (zero and name == "mark_grad") or (node not in behind and not gradients.isdisjoint(operands)):
+        else:
+            zero = isinstance(number, int | float) and number == 0
+        if (zero and packet(node) == "mark_grad") or (node not in behind and not gradients.isdisjoint(operands)):
             gradients.add(node)
         if zero or node in gradients:
             found.add(node)
@@ -173,8 +162,8 @@ def _zero_nodes(nodes: Iterable[fx.Node], behind: Set[fx.Node]) -> frozenset[fx.
 
 def _is_linear(node: fx.Node) -> bool:
     """Whether a node computes zeros from zeros."""
-    name = _packet(node)
-    plain = node.target is operator.getitem or name in _NOTHING or name in _RESHAPES or name in _LINEAR
+    name = packet(node)
+    plain = node.target is operator.getitem or name in _NOTHING or name in RESHAPES or name in _LINEAR
     return bool(node.all_input_nodes) and plain
 
 
@@ -294,9 +283,9 @@ class _Reader:
         Forward values are named after forward values; those that only derivatives read, by their operations.
         """
         for node in nodes:
-            if _packet(node) in ("mark", "mark_grad"):
+            if packet(node) in ("mark", "mark_grad"):
                 name = str(node.args[1])
-                self.claim_all([(node, self._gradient_name(name, node) if _packet(node) == "mark_grad" else name)])
+                self.claim_all([(node, self._gradient_name(name, node) if packet(node) == "mark_grad" else name)])
         for node in reversed(nodes):
             heirs = [self._labels[user] for user in node.users if user in self._labels]
             if node not in self._behind:
@@ -324,11 +313,11 @@ class _Reader:
         if node.target is operator.getitem:
             call, index = _item(node)
             first = next((user for user in call.users if user.target is operator.getitem and user.args[1] == 0), None)
-            extras = effects(_packet(call)).extra
+            extras = effects(packet(call)).extra
             if first in self._names and 0 < index <= len(extras):
                 return f"{self._names[first]}_{extras[index - 1]}"
         if node not in self._behind and is_gradient(self._labels[node]):
-            return _packet(_item(node)[0] if node.target is operator.getitem else node)
+            return packet(_item(node)[0] if node.target is operator.getitem else node)
         return self._labels[node]
 
     def fresh(self, stem: str) -> str:
@@ -370,10 +359,10 @@ class _Reader:
 
     def _operation(self, node: fx.Node) -> Op:
         values = self._results(node)
-        name, args, attrs = _canonical(node, self._arg)
+        name, args, attrs = canonical(node, self._arg)
         op = replaced = Op(name=name, args=args, attrs=attrs, results=values)
         if node in self._zeros and _is_linear(node) and not _is_tuple(node):
-            name, args, attrs = _filled_with_zeros(node)
+            name, args, attrs = filled(node.meta["val"], 0)  # zeros may have the layout of any gradient
             op = Op(name=name, args=args, attrs=attrs, results=values)
         results = self._laid_out(op, self._heir(node), replaced)
         if effects(name).extra or len(results) > 1:
@@ -471,13 +460,6 @@ class _Reader:
         raise InternalError(f"an operation's argument has no place in the IR: {arg!r}")
 
 
-def _packet(node: fx.Node) -> str:
-    if isinstance(node.target, OpOverload):
-        namespace, name = node.target._schema.name.split("::")
-        return name if namespace in ("aten", "partc") else f"{namespace}::{name}"
-    return ""
-
-
 def _item(node: fx.Node) -> tuple[fx.Node, int]:
     """The call whose result a getitem selects, and the index of the result."""
     call, index = node.args[:2]
@@ -501,95 +483,12 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
     """The earlier node whose value this one has: its operand, or the part that was gathered and is cut out again. None
     if the node computes a new value.
     """
-    name, (operand, *rest) = _packet(node), (*node.args, None)
+    name, (operand, *rest) = packet(node), (*node.args, None)
     if not isinstance(operand, fx.Node):
         return None
     if name in _NOTHING or (name == "pow" and rest[0] == 1 and node.meta["val"].dtype == operand.meta["val"].dtype):
         return operand
     gathered = _origin(operand) if name == "take" else None  # a rank's own part of a gathered tensor
-    if gathered is not None and _packet(gathered) == "all_gather" and gathered.args[1:] == node.args[1:]:
+    if gathered is not None and packet(gathered) == "all_gather" and gathered.args[1:] == node.args[1:]:
         return gathered.args[0]  # type: ignore[return-value]
     return None
-
-
-def _filled_with_zeros(node: fx.Node) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-    """A constant in place of an operation on zeros; it may have the layout of any gradient."""
-    tensor: torch.Tensor = node.meta["val"]
-    return "full", (tuple(tensor.shape), 0), (("dtype", DTypeArg(DTYPE_NAMES[tensor.dtype])),)
-
-
-def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-    """An operation's name and arguments in the form that normalize produces."""
-    name = _packet(node)
-    args = tuple(read(arg) for arg in node.args)
-    attrs = tuple((key, read(arg)) for key, arg in node.kwargs.items() if key not in _IGNORED_ATTRS and arg is not None)
-    if name == "slice":
-        return name, _bounded(node, args), ()
-    if name == SCAN:
-        return name, args, (*attrs[:-1], ("step", parse_graph(str(attrs[-1][1]))))
-    if name == "cat":
-        return name, (args[0], (int(args[1]) if len(args) > 1 else 0) % node.meta["val"].dim()), ()
-    if name in ("unbind", "split", "split_with_sizes") and len(node.meta["val"]) == 1:
-        return "reshape", (args[0], tuple(node.meta["val"][0].shape)), ()
-    if name in _RESHAPES:
-        return "reshape", (args[0], tuple(node.meta["val"].shape)), ()
-    if name in _FILLED:
-        number = args[-1] if _FILLED[name] is None else _FILLED[name]
-        if not isinstance(number, Ref):
-            val = node.meta["val"]
-            return "full", (tuple(val.shape), number), (("dtype", DTypeArg(DTYPE_NAMES[val.dtype])),)
-    if name in ("t", "transpose", "permute"):
-        return "permute", (args[0], _permutation(node)), ()
-    if name == "spread":
-        return "div", (args[0], args[2]), ()
-    if name in ROUTED:
-        return name, args[:-2], (("axis", args[-2]),)
-    if name in COLLECTIVES:
-        row = COLLECTIVES[name]
-        return row.runs_as or name, args[:1], tuple(zip(row.attrs, args[1:-1], strict=True))
-    if name == "embedding_shard":
-        return name, args[:2], (("axis", args[-1]),)  # only its gradient depends on padding
-    if name == "embedding_shard_backward":
-        return name, args[:3] if args[3] == -1 else args[:4], (("axis", args[-1]),)
-    if name in _TRAILING_AXIS:
-        return name, args[:-1], (("axis", args[-1]),) if args[-1] else ()
-    if name in RANDOM or name.startswith(("attention", "expert_matmul")):
-        assert isinstance(node.target, OpOverload)
-        given = dict(zip((argument.name for argument in node.target._schema.arguments), args, strict=False))
-        named = tuple((word, given.pop(word)) for word in NAMED if word in given)
-        return name, tuple(given.values()), (*((word, arg) for word, arg in named if arg not in (None, "", ())), *attrs)
-    if name == "_to_copy":
-        return "to", (args[0], dict(attrs)["dtype"]), ()
-    if name in ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk"):
-        dim = (int(args[2]) if len(args) > 2 else 0) % node.meta["val"][0].dim()
-        return "split", (args[0], tuple(part.shape[dim] for part in node.meta["val"]), dim), ()
-    if name in ("_softmax", "_log_softmax"):
-        return name[1:], (args[0], int(args[1]) % max(node.meta["val"].dim(), 1)), ()
-    return name, args, attrs
-
-
-def _bounded(node: fx.Node, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
-    """The arguments of a slice: a dimension, bounds inside the tensor, and a step."""
-    (source,) = node.all_input_nodes
-    shape = source.meta["val"].shape
-    given = [arg if isinstance(arg, int) else None for arg in args[1:]]
-    dim, start, end, step = (*given, *(0, None, None, 1)[len(given) :])
-    assert dim is not None
-    first, last, stride = slice(start, end, step).indices(shape[dim % len(shape)])
-    return args[0], dim % len(shape), first, max(first, last), stride
-
-
-def _permutation(node: fx.Node) -> tuple[int, ...]:
-    rank = node.meta["val"].dim()
-    order = list(range(rank))
-    match _packet(node):
-        case "permute":
-            given = node.args[1]
-            assert isinstance(given, list | tuple)
-            return tuple(dim % rank for dim in given if isinstance(dim, int))
-        case "transpose":
-            a, b = (int(dim) % rank for dim in node.args[1:3])  # type: ignore[arg-type]
-        case _:
-            a, b = 0, rank - 1
-    order[a], order[b] = order[b], order[a]
-    return tuple(order)

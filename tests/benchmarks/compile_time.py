@@ -10,6 +10,7 @@ counts function calls by Python's profiler: they do not depend on the load of th
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -250,8 +251,14 @@ def growth(wanted: Collection[str]) -> None:
 
 
 def main() -> None:
-    wanted = [name for name in sys.argv[1:] if not name.startswith("--")]
-    if "--growth" in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(NAMED)}; default: all")
+    parser.add_argument("--growth", action="store_true", help="double sizes, and count function calls")
+    given = parser.parse_args()
+    wanted = given.cases
+    if unknown := set(wanted) - {*NAMED, *(case.name for case, _ in GROWTH)}:
+        parser.error(f"no case {', '.join(sorted(unknown))}")
+    if given.growth:
         growth(wanted)
         return
     print(f"machine factor {machine_factor():.2f}\n")

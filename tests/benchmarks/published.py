@@ -27,10 +27,10 @@ the others by themselves.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import math
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -308,12 +308,17 @@ def report(name: str, pairs: list[tuple[Run, Prediction]]) -> None:
     print(flush=True)
 
 
-def main(arguments: list[str]) -> None:
-    every = int(arguments[arguments.index("--every") + 1]) if "--every" in arguments else 1
-    wanted = [name for name in arguments if name in TABLES] or list(TABLES)
-    for table in wanted:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)}; default: all")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="simulate every Nth run of a table")
+    parser.add_argument("--described", action="store_true", help="predict with what is known of programs and clusters")
+    given = parser.parse_args()
+    if unknown := set(given.tables) - set(TABLES):
+        parser.error(f"no table {', '.join(sorted(unknown))}: choose from {', '.join(TABLES)}")
+    for table in given.tables or TABLES:
         pairs: list[tuple[Run, Prediction]] = []
-        for run, found in predictions(list(runs(table))[::every], described="--described" in arguments):
+        for run, found in predictions(list(runs(table))[:: given.every], described=given.described):
             plan, ran = run.plan, run.tokens > 0
             place = f"{run.model:<24} {run.device:<9} {run.ranks:>5} {plan.mesh:<24} {plan.microbatches:>4} {plan.precision:<4}"
             if isinstance(found, PartcError):
@@ -332,4 +337,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

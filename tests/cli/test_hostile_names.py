@@ -252,6 +252,15 @@ def test_a_configuration_with_a_kernel_from_elsewhere_is_refused() -> None:
                 model_source("hf:config.json")
 
 
+def test_a_configuration_with_more_entries_than_a_model_has_is_refused() -> None:
+    """transformers would make lists of as many entries, also for a part, and for a size that is left out."""
+    pytest.importorskip("transformers")
+    without = {key: value for key, value in CONFIG.items() if key != "vocab_size"}
+    for config in ({**without, "num_labels": 10**30}, {**CONFIG, "text_config": {"num_labels": 10**9}}):
+        with pytest.raises(partc.PartcError, match="num_labels is more than"):
+            model_source(_written(config))
+
+
 @pytest.mark.slow
 def test_tables_of_hostile_actions(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text in NAMES:

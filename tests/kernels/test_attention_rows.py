@@ -11,7 +11,7 @@ from torch import Tensor
 
 from partc.ir.attention import SIGNATURES
 from partc.ir.operators import resolve
-from partc.passes.differentiate.joint import NAMED
+from partc.passes.differentiate.forms import NAMED
 from partc.runtime.ops import attention as runtime_attention
 from partc.runtime.ops.attention import attention, attention_backward, attention_sinks_backward, within
 from partc.runtime.ops.attention_rows import attention_rows, attention_rows_backward

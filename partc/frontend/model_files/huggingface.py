@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from partc.errors import PartcError, first_line
-from partc.frontend.model_files.image_places import image_places, is_size
+from partc.frontend.model_files.image_places import ImagePlaces, image_places, is_size
 from partc.frontend.model_files.model_file import is_file
 from partc.quoting import environment
 from partc.runtime.documents import Malformed, contents, decoded, parsed
@@ -83,8 +83,9 @@ _MAIN_INPUTS = {
     **dict.fromkeys(("dated", "forecast", "targets", "series"), "past_values"),
     "speech": "input_features",
 }
-MOST_MODULES = 1 << 14  # transformers makes lists of as many entries, and modules
+MOST_MODULES, MOST_LABELS = 1 << 14, 1 << 20  # transformers makes lists of as many entries
 _COUNTS_MODULES = re.compile("(layers?|depth|blocks?|experts)$")
+_COUNTS_LABELS = "num_labels"
 _COUNTED = {"hidden": "patch_size", "film": "num_frames"}  # a number on which the shapes of a task's inputs depend
 # The tables of transformers that have the architecture of a model type whose configuration names none.
 _TABLES = (
@@ -116,52 +117,16 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     """
     path = Path(model.removeprefix(PREFIX))
     config = _read(path)
-    for name, modules in _module_counts(config):
-        _expect(path, modules <= MOST_MODULES, f"{name} is more than {MOST_MODULES:,}")
-    for kernel in _implementations(config):  # transformers fetches and runs others
-        _expect(path, kernel is None or kernel in _OWN, f"attn_implementation is none of {', '.join(_OWN)}")
-    named = config.get("architectures") or [_default_architecture(str(config["model_type"]))]
-    _expect(path, isinstance(named, list) and isinstance(named[0], str), "architectures is not a list of names")
-    architecture = named[0]
-    task = _task(architecture)
+    _check_quantities(path, config)
+    architecture = _architecture(path, config)
     image, text_config = config.get("vision_config") or config, config.get("text_config") or config
     _expect(path, isinstance(image, dict), "vision_config is not an object")
     _expect(path, isinstance(text_config, dict), "text_config is not an object")
     size = image.get("image_size", 224)
     height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
     _expect(path, is_size(height) and is_size(width), "image_size is neither a number nor two")
-    places = None
-    if task is not None:
-        _require_transformers(architecture, config["model_type"], path)
-        task = _task_of_input(task, architecture, config)
-    features: int | None = 0
-    if task == "picture":
-        made = _configuration(config, path)
-        places = image_places(_class(architecture), _arguments(architecture), made, height, width)
-        task = "translation" if places is None else task
-    elif task is not None and task.endswith(" features"):
-        features = _feature_width(_configuration(config, path))
-    if task is None or features is None:
-        raise PartcError(
-            "P0232",
-            f"{path} has {architecture or config.get('model_type')!r}, which partc has no batch for",
-            help=f"name one of {', '.join(f'...{suffix}' for suffix in _TASKS)} in its `architectures`,"
-            " or write a model file with your own batch()",
-        )
-    _expect(path, isinstance(config.get("id2label") or {}, dict), "id2label is not an object")
-    longest = text_config.get("max_position_embeddings") or text_config.get("n_positions") or _LONGEST.get(task, 2048)
-    _expect(path, is_size(longest), "max_position_embeddings is not a number of positions")
-    wordless = task != "transcript" and task in _MAIN_INPUTS and task != "speech"
-    sizes = {
-        "vocab_size": 0 if wordless else text_config.get("vocab_size") or _default(text_config, "vocab_size"),
-        "num_channels": image.get("num_channels", 3),
-        "num_labels": len(config.get("id2label") or {}) or config.get("num_labels") or 2,
-    }
-    count = _COUNTED.get(task) or ("num_frames" if task == "image features" and "num_frames" in config else None)
-    if count is not None:
-        sizes[count] = image.get(count) or config.get(count) or _default(config, count)
-    for name, found in sizes.items():
-        _expect(path, is_size(found) or (wordless and found == 0), f"{name} is not a number")
+    task, places, features = _inputs(path, config, architecture, height, width)
+    sizes = _sizes(path, config, task)
     end = text_config.get("eos_token_id")
     return (
         environment()
@@ -171,14 +136,11 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
             config=json.dumps(config, indent=2, sort_keys=True),
             task=task,
             batch=batch,
-            seq=seq or min(longest, 128),
-            vocabulary=sizes["vocab_size"],
-            channels=sizes["num_channels"],
-            count=None if count is None else sizes[count],
+            seq=seq or min(sizes["longest"], 128),
+            **sizes,
             height=height,
             width=width,
-            classes=sizes["num_labels"],
-            end=end if is_size(end) and end < sizes["vocab_size"] else None,
+            end=end if is_size(end) and end < sizes["vocabulary"] else None,
             mels=config.get("num_mel_bins"),
             frames=2 * config.get("max_source_positions", 0),
             places=places,
@@ -186,6 +148,70 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
             features=features,
         )
     )
+
+
+def _check_quantities(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise PartcError P0231 for what transformers would only notice after much work, or by running other code."""
+    for name, count, most in _counts(config):
+        _expect(path, count <= most, f"{name} is more than {most:,}")
+    for kernel in _implementations(config):  # transformers fetches and runs others
+        _expect(path, kernel is None or kernel in _OWN, f"attn_implementation is none of {', '.join(_OWN)}")
+
+
+def _architecture(path: Path, config: Mapping[str, Any]) -> str:
+    """The architecture that a configuration names, or the default one of its model type; empty if it has none."""
+    named = config.get("architectures") or [_default_architecture(str(config["model_type"]))]
+    _expect(path, isinstance(named, list) and isinstance(named[0], str), "architectures is not a list of names")
+    return str(named[0])
+
+
+def _inputs(
+    path: Path, config: Mapping[str, Any], architecture: str, height: int, width: int
+) -> tuple[str, ImagePlaces | None, int]:
+    """The task of an architecture, the places of images in its texts, and the width of its features (0 for others).
+
+    Raises PartcError P0232 if partc makes no batch for it.
+    """
+    task, places, features = _task(architecture), None, 0
+    if task is not None:
+        _require_transformers(architecture, config["model_type"], path)
+        task = _task_of_input(task, architecture, config)
+    if task == "picture":
+        made = _configuration(config, path)
+        places = image_places(_class(architecture), _arguments(architecture), made, height, width)
+        task = "translation" if places is None else task
+    elif task is not None and task.endswith(" features"):
+        features = _feature_width(_configuration(config, path)) or 0
+        task = task if features else None
+    if task is None:
+        raise PartcError(
+            "P0232",
+            f"{path} has {architecture or config.get('model_type')!r}, which partc has no batch for",
+            help=f"name one of {', '.join(f'...{suffix}' for suffix in _TASKS)} in its `architectures`,"
+            " or write a model file with your own batch()",
+        )
+    return task, places, features
+
+
+def _sizes(path: Path, config: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """The sizes of a task's batch, as variables of the model file's template. Raises PartcError P0231."""
+    image, text_config = config.get("vision_config") or config, config.get("text_config") or config
+    _expect(path, isinstance(config.get("id2label") or {}, dict), "id2label is not an object")
+    longest = text_config.get("max_position_embeddings") or text_config.get("n_positions") or _LONGEST.get(task, 2048)
+    _expect(path, is_size(longest), "max_position_embeddings is not a number of positions")
+    named = {
+        "channels": ("num_channels", image.get("num_channels", 3)),
+        "classes": ("num_labels", len(config.get("id2label") or {}) or config.get("num_labels") or 2),
+    }
+    if task in ("transcript", "speech") or task not in _MAIN_INPUTS:
+        named["vocabulary"] = "vocab_size", text_config.get("vocab_size") or _default(text_config, "vocab_size")
+    count = _COUNTED.get(task) or ("num_frames" if task == "image features" and "num_frames" in config else None)
+    if count is not None:
+        named["count"] = count, image.get(count) or config.get(count) or _default(config, count)
+    for name, found in named.values():
+        _expect(path, is_size(found), f"{name} is not a number")
+    sizes = {variable: found for variable, (_, found) in named.items()}
+    return {"vocabulary": 0, "count": None, **sizes, "longest": longest}
 
 
 def _default_architecture(model_type: str) -> str:
@@ -254,13 +280,13 @@ def _feature_width(configuration: Any) -> int | None:
     return None
 
 
-def _module_counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """The numbers of layers, blocks and experts in a configuration and its parts, by name."""
+def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:
+    """The numbers of layers, blocks, experts and labels in a configuration and its parts, by name, and their limits."""
     for name, value in config.items():
         if isinstance(value, Mapping):
-            yield from _module_counts(value)
-        elif isinstance(value, int) and _COUNTS_MODULES.search(name):
-            yield name, value
+            yield from _counts(value)
+        elif isinstance(value, int) and (name == _COUNTS_LABELS or _COUNTS_MODULES.search(name)):
+            yield name, value, MOST_LABELS if name == _COUNTS_LABELS else MOST_MODULES
 
 
 def _implementations(config: Mapping[str, Any]) -> Iterator[object]:

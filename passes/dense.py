@@ -36,6 +36,7 @@ Without the axis, only products with matrices that are read for each row are rew
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -294,6 +295,30 @@ class _ByRow:
         return tuple(found)
 
 
+@dataclass(frozen=True, slots=True)
+class _Mixture:
+    """An einsum that multiplies tokens by the weights of experts, by the letters of its equation."""
+
+    weights: str
+    x: str  # the operand with the tokens
+    others: tuple[str, ...]  # all operands except the weights
+    letters: Mapping[str, str]  # of each operand
+    out: str
+    expert: str
+    inner: str  # the letter over which the product sums
+    outer: str
+    copied: bool  # whether every expert reads every token; otherwise x has a row for each expert
+
+    @property
+    def rest(self) -> tuple[str, ...]:
+        """The operands that the product does not read."""
+        return tuple(name for name in self.others if name != self.x)
+
+    @property
+    def tokens(self) -> str:
+        return self.letters[self.x].replace(self.inner, "").replace(self.expert, "")
+
+
 @dataclass(slots=True)
 class _Dense:
     """Rewrites the operations of a region, with values of tokens and experts in rows."""
@@ -351,49 +376,52 @@ class _Dense:
 
     def _einsum(self, op: Op) -> bool:
         """Write an einsum of tokens and the weights of experts: the product by row, and the sum of the rest."""
-        if op.name != "einsum" or not isinstance(op.args[0], str) or "->" not in op.args[0] or "." in op.args[0]:
+        one = self._mixture(op)
+        if one is None or not fuel.may_rewrite("dense experts", op.source):
             return False
-        w, names = self.writer, [*op.refs()]
+        w, letters, table = self.writer, one.letters, one.letters[one.weights]
+        if one.copied:
+            count = w.shape(one.weights)[table.index(one.expert)]
+            rows = self._spread(one.x, letters[one.x], one.tokens + one.inner, count)
+        else:
+            rows = self.rows[one.x]
+        order = [table.index(each) for each in (one.expert, one.inner, one.outer)]
+        made = self._multiplied(rows, w.permute(one.weights, order, f"{one.weights}_t"), op)
+        plain = one.out.replace(one.expert, "") == f"{one.tokens}{one.outer}" and one.out.endswith(one.outer)
+        if not one.rest and one.expert in one.out and plain:
+            self.rows[op.result.name] = replace(made, place=one.out.index(one.expert))
+            return True
+        made = replace(made, place=len(made.tokens))
+        whole = w.reshape(made.name, (*made.leading, *w.shape(made.name)[1:]), f"{op.result.name}_apart")
+        for name in one.rest:
+            self.plain(name)
+        equation = (
+            f"{','.join([f'{one.tokens}{one.expert}{one.outer}', *(letters[name] for name in one.rest)])}->{one.out}"
+        )
+        w.keep(replace(op, args=(equation, (Ref(whole), *map(Ref, one.rest))), attrs=()))
+        return True
+
+    def _mixture(self, op: Op) -> _Mixture | None:
+        """An einsum as a product by expert; None if it is not one."""
+        if op.name != "einsum" or not isinstance(op.args[0], str) or "->" not in op.args[0] or "." in op.args[0]:
+            return None
+        names = [*op.refs()]
         given, out = op.args[0].replace(" ", "").split("->")
         letters = dict(zip(names, given.split(","), strict=True))
         weights = next((name for name in names if name in self.weights and len(letters[name]) == 3), "")
-        others = [name for name in names if name != weights]
+        others = tuple(name for name in names if name != weights)
         if not weights or len(letters) < len(names) or not self.weights.isdisjoint(others):
-            return False
-        inner = [each for each in letters[weights] if each not in out]
-        inner = [each for each in inner if sum(each in letters[name] for name in others) == 1]
-        outer = [each for each in letters[weights] if each in out and all(each not in letters[o] for o in others)]
-        for i in inner:
-            x = next(name for name in others if i in letters[name])
-            for o in outer:
-                (e,) = {*letters[weights]} - {i, o} or {""}
-                copied = e not in letters[x] and letters[weights][0] == e
-                known = letters[x][-1] == i and x in self.rows and self.rows[x].place == letters[x].find(e)
-                used = e in out or any(e in letters[name] for name in others)
-                if not used or not (copied or known):
-                    continue
-                if not fuel.may_rewrite("dense experts", op.source):
-                    return False
-                tokens = "".join(each for each in letters[x] if each not in (i, e))
-                if copied:
-                    rows = self._spread(x, letters[x], tokens + i, w.shape(weights)[letters[weights].index(e)])
-                else:
-                    rows = self.rows[x]
-                transposed = w.permute(weights, [letters[weights].index(each) for each in (e, i, o)], f"{weights}_t")
-                made = self._multiplied(rows, transposed, op)
-                if len(others) == 1 and e in out and out.replace(e, "") == f"{tokens}{o}" and out[-1] == o:
-                    self.rows[op.result.name] = replace(made, place=out.index(e))
-                    return True
-                made = replace(made, place=len(made.tokens))
-                shape = (*made.leading, *w.shape(made.name)[1:])
-                whole = w.reshape(made.name, shape, f"{op.result.name}_apart")
-                rest = [name for name in others if name != x]
-                for name in rest:
-                    self.plain(name)
-                equation = ",".join([f"{tokens}{e}{o}", *(letters[name] for name in rest)]) + f"->{out}"
-                w.keep(replace(op, args=(equation, (Ref(whole), *map(Ref, rest))), attrs=()))
-                return True
-        return False
+            return None
+        readers = {each: [name for name in others if each in letters[name]] for each in letters[weights]}
+        inner = [each for each in letters[weights] if each not in out and len(readers[each]) == 1]
+        outer = [each for each in letters[weights] if each in out and not readers[each]]
+        for i, o in itertools.product(inner, outer):
+            (x,), (expert,) = readers[i], {*letters[weights]} - {i, o} or {""}
+            copied = expert not in letters[x] and letters[weights][0] == expert
+            held = letters[x][-1] == i and x in self.rows and self.rows[x].place == letters[x].find(expert)
+            if (expert in out or readers.get(expert)) and (copied or held):
+                return _Mixture(weights, x, others, letters, out, expert, i, o, copied)
+        return None
 
     def _chosen_product(self, op: Op) -> bool:
         """Write matmul(x, w[chosen]), with a matrix for each row or group of rows, as a product by expert."""

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from partc.cluster.cluster import Cluster
     from partc.codegen.package import Modules
     from partc.compilation.fitting import Compiled
+    from partc.frontend.captured_program import Batches
     from partc.frontend.origin import Origin
     from partc.frontend.results import Purpose
-    from partc.frontend.trace import Batches
     from partc.package.comparison import VerifyResult
     from partc.rehearsal.rehearsal import KnownSteps
 
@@ -399,7 +399,7 @@ def _compiled(
     start = time.perf_counter()
     import torch
 
-    from partc.frontend.trace import Batches
+    from partc.frontend.captured_program import Batches
 
     phases.ended("Loaded", start, f"torch {torch.__version__}")
 

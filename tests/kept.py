@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from partc.frontend import origin
+from partc.frontend.captured_program import ONE_BATCH
 from partc.frontend.model_files.huggingface import PREFIX, is_configuration
-from partc.frontend.trace import ONE_BATCH, Traced
+from partc.frontend.trace import Traced
 from partc.passes import differentiate as derivatives
 
 ROOT = Path(__file__).parents[1]

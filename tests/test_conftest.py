@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from partc.frontend import origin
-from partc.frontend.trace import Batches, trace_file
+from partc.frontend.captured_program import Batches
+from partc.frontend.trace import trace_file
 from partc.ir.mesh import Mesh
 from tests.conftest import SKIPS, Skips
 from tests.prefork import done

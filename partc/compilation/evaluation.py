@@ -11,7 +11,7 @@ from partc import passes
 from partc.compilation.coupling import apart_if_coupled, coupling_sentence
 from partc.compilation.options import Options
 from partc.errors import PartcError
-from partc.frontend.trace import Batches
+from partc.frontend.captured_program import Batches
 from partc.ir.mesh import is_tensor_axis
 from partc.ir.program import Parameter, Program
 from partc.passes.tables import table_cut

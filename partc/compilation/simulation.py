@@ -30,8 +30,8 @@ from partc.cost.forecast import Forecast
 from partc.cost.local_costs import LocalCosts
 from partc.cost.rates import SAVED_IN_EIGHT_BITS, ClusterRates
 from partc.errors import PartcError, first_line
+from partc.frontend.captured_program import Batches
 from partc.frontend.origin import Functions, Origin, trace
-from partc.frontend.trace import Batches
 from partc.ir.gradients import input_only
 from partc.ir.mesh import BATCH_AXIS, EXPERT_AXIS, PIPELINE_AXIS, Mesh, is_batch_axis, is_tensor_axis
 from partc.ir.program import ITEMSIZE, Program

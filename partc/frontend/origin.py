@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import PartcError, first_line
+from partc.frontend.captured_program import Batches
 from partc.frontend.model_files.huggingface import is_configuration
 from partc.frontend.model_files.own_optimizer import OwnOptimizer
 from partc.frontend.model_files.user_modules import RESERVED, imported_by, with_imports
 from partc.frontend.results import Purpose, in_evaluation, read_for
 from partc.frontend.state.flags import is_flag
-from partc.frontend.trace import Batches, trace_model
+from partc.frontend.trace import trace_model
 from partc.frontend.trace_cache import trace_file
 from partc.ir.gradients import trains
 from partc.ir.mesh import Mesh

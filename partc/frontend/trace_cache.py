@@ -25,12 +25,13 @@ from typing import Any
 import torch
 
 from partc.errors import PartcError
+from partc.frontend.captured_program import ONE_BATCH, Batches
 from partc.frontend.model_files.huggingface import is_configuration, model_source
 from partc.frontend.model_files.model_file import load
 from partc.frontend.model_files.own_optimizer import OwnOptimizer
 from partc.frontend.model_files.user_modules import imported_by
 from partc.frontend.results import Purpose
-from partc.frontend.trace import ONE_BATCH, Batches, Traced, configuration_name, generated_model_file, trace_loaded
+from partc.frontend.trace import Traced, configuration_name, generated_model_file, trace_loaded
 from partc.frontend.trace import trace_file as traced_anew
 from partc.installed import is_installed
 from partc.ir.mesh import Mesh

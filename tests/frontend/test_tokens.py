@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import partc
+from partc.frontend.captured_program import Batches
 from partc.frontend.origin import Functions, trace
 from partc.frontend.token_limits import token_limits
-from partc.frontend.trace import Batches
 from partc.ir.mesh import Mesh
 from partc.package.verify import verify
 from partc.runtime.checkpoint.manifest import checkpoints, read

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from partc.frontend import trace_cache
-from partc.frontend.trace import Batches, Traced
+from partc.frontend.captured_program import Batches
+from partc.frontend.trace import Traced
 from partc.frontend.trace import trace_file as traced_anew
 from partc.ir.mesh import Mesh
 from partc.settings import Settings

@@ -590,6 +590,29 @@ def test_an_outcome_behind_which_forward_raises_is_listed() -> None:
     follows_both_ways(raising_behind, *({"x": torch.tensor([[*case] * 4] * 8), "y": torch.arange(8)} for case in cases))
 
 
+def unlucky(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    h = net.layer(x)
+    if torch.rand([]) >= 0.5:
+        raise ValueError("no luck")
+    return h.square().mean()
+
+
+def unlucky_within(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return unlucky(net, x, y) if x[0, 0] > 0 else net.layer(x).sin().mean()
+
+
+def raising_in_torch(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    h = net.layer(x)
+    return h.view(7, 9).mean() if torch.rand([]) >= 0.5 else h.mean()
+
+
+@pytest.mark.parametrize("step", [unlucky, unlucky_within, raising_in_torch])
+def test_an_outcome_of_a_random_number_is_not_left_out_because_forward_raises(step: Step) -> None:
+    with pytest.raises(PartcError, match="does not trace") as found:
+        traced(step)
+    assert found.value.code == "P0206"
+
+
 def looked_up(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     h, i = net.layer(x), x.sum().abs().long() % 4
     best = h[0].argmax()

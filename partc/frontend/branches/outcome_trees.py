@@ -120,12 +120,13 @@ class _Explored:
                 )
             try:
                 other = self.from_here((*decided, *(False,) * (number - len(decided)), True))
-            except RaisedError:
+            except RaisedError as error:
                 if found is not None:
-                    self._assume(_branch(found, number)[1])
+                    self._assume(_branch(found, number)[1], error)
                 continue
             if found is None:
-                self._assume(_branch(other, number)[1])
+                assert raised is not None
+                self._assume(_branch(other, number)[1], raised)
                 found = other
             else:
                 place, branch = _branch(found, number)
@@ -135,8 +136,14 @@ class _Explored:
             raise raised
         return found
 
-    def _assume(self, branch: RandomBranch) -> None:
-        """Note a branch of which forward raises on each path behind one outcome, as it does eagerly."""
+    def _assume(self, branch: RandomBranch, raised: RaisedError) -> None:
+        """Note a branch of which forward raises on each path behind one outcome, as it does eagerly.
+
+        Raises that error as P0206 if the branch tests a random number, a flag or a counter: some step then has this
+        outcome.
+        """
+        if not branch.of_values:
+            raise PartcError(raised.code, raised.cause, help=raised.help, source=raised.source) from raised
         if branch.source is not None:
             self.assumed[branch.source] = None
 

@@ -39,6 +39,8 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
 
+from partc.replaced import replaced
+
 # Where modules and weights keep the hooks that see gradients.
 GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")  # of all modules
@@ -218,7 +220,7 @@ def saying_classes(tensors: Iterable[torch.Tensor], asked_by_user: Callable[[], 
     changed = [weakref.ref(x) for x in tensors]
     for x in changed:
         _set_class(x(), _StandIn)
-    plain, handled = FakeTensor.__new__, proxy_tensor.HANDLED_TYPES
+    plain = FakeTensor.__new__
 
     def made(kind: type[FakeTensor], *given: Any, **named: Any) -> FakeTensor:
         x = plain(_StandIn if kind is FakeTensor else kind, *given, **named)
@@ -226,13 +228,11 @@ def saying_classes(tensors: Iterable[torch.Tensor], asked_by_user: Callable[[], 
         return x
 
     _StandIn._asked_by_user = staticmethod(asked_by_user)
-    FakeTensor.__new__ = staticmethod(made)  # type: ignore[method-assign, assignment]
-    proxy_tensor.HANDLED_TYPES = (*handled, _StandIn)  # type: ignore[assignment]
+    types = (*proxy_tensor.HANDLED_TYPES, _StandIn)
     try:
-        yield
+        with replaced(FakeTensor, __new__=staticmethod(made)), replaced(proxy_tensor, HANDLED_TYPES=types):
+            yield
     finally:
-        FakeTensor.__new__ = staticmethod(plain)  # type: ignore[method-assign]
-        proxy_tensor.HANDLED_TYPES = handled
         for held in changed:
             if (still := held()) is not None:
                 _set_class(still, FakeTensor)
@@ -250,15 +250,12 @@ def transform_traced() -> Iterator[None]:
     Tensors print as such there: torch formats operands where it looks for an overload, and their usual text reads
     forward derivatives, which fails an assertion of torch within a transform.
     """
-    plain, recording = torch.Tensor.__repr__, export_utils._maybe_find_pre_dispatch_tf_mode_for_export
-    torch.Tensor.__repr__ = lambda self, **_: "Tensor"  # type: ignore[method-assign, assignment]
-    export_utils._maybe_find_pre_dispatch_tf_mode_for_export = lambda: None
-    try:
-        with without_modes():
-            yield
-    finally:
-        torch.Tensor.__repr__ = plain  # type: ignore[method-assign, assignment]
-        export_utils._maybe_find_pre_dispatch_tf_mode_for_export = recording
+    with (
+        replaced(torch.Tensor, __repr__=lambda self, **_: "Tensor"),
+        replaced(export_utils, _maybe_find_pre_dispatch_tf_mode_for_export=lambda: None),
+        without_modes(),
+    ):
+        yield
 
 
 def inside_functorch() -> bool:
@@ -307,13 +304,9 @@ def checks(changed: Callable[[Callable[..., None]], Callable[..., None]]) -> Ite
     """A context in which `changed` replaces the function behind torch._check and its variants: (error type, condition,
     message).
     """
-    of_numbers, of_tensors = torch._check_with, torch._check_tensor_all_with
-    torch._check_with = changed(of_numbers)
-    torch._check_tensor_all_with = changed(of_tensors)
-    try:
+    names = "_check_with", "_check_tensor_all_with"
+    with replaced(torch, **{name: changed(getattr(torch, name)) for name in names}):
         yield
-    finally:
-        torch._check_with, torch._check_tensor_all_with = of_numbers, of_tensors
 
 
 @contextmanager
@@ -325,11 +318,8 @@ def lists(listed: Callable[[torch.Tensor], Any]) -> Iterator[None]:
         found = listed(x)
         return plain(x) if found is None else found
 
-    FakeTensor.tolist = tolist  # type: ignore[method-assign, assignment]
-    try:
+    with replaced(FakeTensor, tolist=tolist):
         yield
-    finally:
-        FakeTensor.tolist = plain  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -346,12 +336,8 @@ def not_compiling() -> Iterator[set[CodeType]]:
             asked.add(code)
         return False
 
-    before = torch.compiler.is_compiling, torch.compiler.is_exporting
-    torch.compiler.is_compiling = torch.compiler.is_exporting = no
-    try:
+    with replaced(torch.compiler, is_compiling=no, is_exporting=no):
         yield asked
-    finally:
-        torch.compiler.is_compiling, torch.compiler.is_exporting = before
 
 
 @contextmanager
@@ -376,14 +362,10 @@ def recorded_stacks(stack: Callable[[], StackSummary]) -> Iterator[None]:
 
     By default they look up the lines of all frames, torch's included, and then leave out those outside of modules.
     """
-    home: Any = proxies
-    captured, filtered = home.CapturedTraceback, home.TracerBase._filter_traceback_frames
-    home.CapturedTraceback = SimpleNamespace(extract=lambda: SimpleNamespace(summary=stack))
-    home.TracerBase._filter_traceback_frames = lambda tracer, frames: frames
-    try:
+    traceback = SimpleNamespace(extract=lambda: SimpleNamespace(summary=stack))
+    unfiltered = replaced(proxies.TracerBase, _filter_traceback_frames=lambda tracer, frames: frames)
+    with replaced(proxies, CapturedTraceback=traceback), unfiltered:
         yield
-    finally:
-        home.CapturedTraceback, home.TracerBase._filter_traceback_frames = captured, filtered
 
 
 @contextmanager
@@ -391,14 +373,13 @@ def disabled_autocast_untraced() -> Iterator[None]:
     """A context in which an autocast that is disabled does nothing. `torch.export` would record it as a call of a
     submodule, and forget which operations inside it ran under no_grad.
     """
-    kind: Any = torch.autocast
-    enter, leave = kind.__enter__, kind.__exit__
-    kind.__enter__ = lambda region: enter(region) if region._enabled else region
-    kind.__exit__ = lambda region, *error: leave(region, *error) if region._enabled else None
-    try:
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    with replaced(
+        torch.autocast,
+        __enter__=lambda region: enter(region) if region._enabled else region,
+        __exit__=lambda region, *error: leave(region, *error) if region._enabled else None,
+    ):
         yield
-    finally:
-        kind.__enter__, kind.__exit__ = enter, leave
 
 
 @contextmanager
@@ -407,13 +388,12 @@ def copied_modules() -> Iterator[None]:
 
     An export shows such modules to forward as stand-ins, and searches for the name of each stand-in that is called.
     """
-    kind: Any = proxy_tensor._AttrProxy
-    kind.__copy__ = lambda module: copy(module.get_base())
-    kind.__deepcopy__ = lambda module, known: deepcopy(module.get_base(), known)
-    try:
+    with replaced(
+        proxy_tensor._AttrProxy,
+        __copy__=lambda module: copy(module.get_base()),
+        __deepcopy__=lambda module, known: deepcopy(module.get_base(), known),
+    ):
         yield
-    finally:
-        del kind.__copy__, kind.__deepcopy__
 
 
 @contextmanager
@@ -421,13 +401,8 @@ def attributes_kept_by(kept: Callable[[torch.nn.Module], AbstractContextManager[
     """A context in which exports run the model's forward inside `kept(model)`, in place of torch's own context that
     restores attributes.
     """
-    home: Any = export_traces
-    plain = home._detect_attribute_assignment
-    home._detect_attribute_assignment = kept
-    try:
+    with replaced(export_traces, _detect_attribute_assignment=kept):
         yield
-    finally:
-        home._detect_attribute_assignment = plain
 
 
 @contextmanager
@@ -436,8 +411,7 @@ def graphs_without_code() -> Iterator[None]:
 
     An export changes its graph modules twenty times, and by default compiles them each time, but calls none.
     """
-    kind: Any = GraphModule
-    compiled = kind.recompile
+    compiled: Any = GraphModule.recompile
 
     def postponed(module: Any) -> None:
         def forward(module: Any, *args: Any, **named: Any) -> Any:
@@ -448,8 +422,5 @@ def graphs_without_code() -> Iterator[None]:
         if (tree := getattr(module.graph._codegen, "pytree_info", None)) is not None:
             module._in_spec, module._out_spec = tree.in_spec, tree.out_spec
 
-    kind.recompile = postponed
-    try:
+    with replaced(GraphModule, recompile=postponed):
         yield
-    finally:
-        kind.recompile = compiled

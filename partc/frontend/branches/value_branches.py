@@ -48,6 +48,7 @@ from partc.frontend.traceable_forms.alignments import ctc_loss
 from partc.frontend.traceable_forms.functions import UNCHECKED, for_each, is_for_each, traceable_form
 from partc.frontend.traceable_forms.packed_sequences import PackedSequences
 from partc.installed import line_of, tested_place, user_frame
+from partc.replaced import replaced
 from partc.torch_private import GuardOnValues, checks, lists, without_modes
 
 MOST_BRANCHES = 32  # tests of values in one trace
@@ -174,12 +175,9 @@ class ValueWatch(TorchFunctionMode):
 
             return run
 
-        torch.SymBool.__bool__ = tested  # type: ignore[method-assign]
-        try:
-            with self, checks(checked), lists(self.selections.listed), self._constants_are_read():
-                yield
-        finally:
-            torch.SymBool.__bool__ = test  # type: ignore[method-assign]
+        symbolic = replaced(torch.SymBool, __bool__=tested)
+        with symbolic, self, checks(checked), lists(self.selections.listed), self._constants_are_read():
+            yield
 
     @contextmanager
     def _constants_are_read(self) -> Iterator[None]:
@@ -192,11 +190,8 @@ class ValueWatch(TorchFunctionMode):
         if tools is None or fake is None:
             yield
             return
-        tools.is_fake_tensor = lambda x: fake(x) and self.known.get(x) is None  # type: ignore[attr-defined]
-        try:
+        with replaced(tools, is_fake_tensor=lambda x: fake(x) and self.known.get(x) is None):
             yield
-        finally:
-            tools.is_fake_tensor = fake  # type: ignore[attr-defined]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -369,11 +364,8 @@ class ValueWatch(TorchFunctionMode):
             passed = self._passed(_calling_frame()) if self.known.get(x) is None else None
             return truth(x) if passed is None else passed
 
-        Tensor.__bool__ = true  # type: ignore[method-assign, assignment]
-        try:
+        with replaced(Tensor, __bool__=true):
             yield
-        finally:
-            Tensor.__bool__ = truth  # type: ignore[method-assign]
 
     def _drawn_by_own(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]

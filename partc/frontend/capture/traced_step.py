@@ -39,6 +39,7 @@ from partc.frontend.trace_errors import RaisedError, explained_error, raised_by_
 from partc.frontend.traceable_forms.assignments import traceable_assignments
 from partc.frontend.traceable_forms.masked_spans import traceable_spans
 from partc.frontend.traceable_forms.untraceable_modules import untraceable_modules
+from partc.replaced import replaced
 from partc.runtime.first_steps import FirstSteps, FirstValue
 from partc.runtime.train.entries import of_model, rebuilt_batch
 from partc.runtime.train.plain_tensors import Members
@@ -306,11 +307,8 @@ def _conversions() -> Iterator[None]:
         held = (*module.parameters(recurse), *module.buffers(recurse))
         return module if all(function(x) is x for x in held) else convert(module, function, recurse)
 
-    nn.Module._apply = unchanged  # type: ignore[method-assign]
-    try:
+    with replaced(nn.Module, _apply=unchanged):
         yield
-    finally:
-        nn.Module._apply = convert  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -330,27 +328,19 @@ def _known_seeds() -> Iterator[None]:
             )
         seed(generator, a, version)
 
-    random.Random.seed = seeded  # type: ignore[method-assign, assignment]
-    try:
+    with replaced(random.Random, seed=seeded):
         yield
-    finally:
-        random.Random.seed = seed  # type: ignore[method-assign]
 
 
 @contextmanager
 def _inference() -> Iterator[None]:
     """A context in which inference mode acts like no_grad; a trace would not record inference mode."""
-    mode = torch.inference_mode
-    enter, leave = mode.__enter__, mode.__exit__
     inside: list[torch.set_grad_enabled] = []
 
     def entered(each: Any) -> None:
         inside.append(torch.set_grad_enabled(not each.mode))
         inside[-1].__enter__()
 
-    mode.__enter__ = entered  # type: ignore[method-assign]
-    mode.__exit__ = lambda each, *error: inside.pop().__exit__(*error)  # type: ignore[method-assign]
-    try:
+    left = lambda each, *error: inside.pop().__exit__(*error)  # noqa: E731
+    with replaced(torch.inference_mode, __enter__=entered, __exit__=left):
         yield
-    finally:
-        mode.__enter__, mode.__exit__ = enter, leave  # type: ignore[method-assign]

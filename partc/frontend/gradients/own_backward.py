@@ -32,6 +32,7 @@ from partc.frontend.repeats.module_rows import WholeTrace
 from partc.frontend.state.generator_states import come_back, keep, returning
 from partc.installed import is_machinery, line_of, user_frame
 from partc.ir import operators  # noqa: F401 (defines the operators)
+from partc.replaced import replaced
 from partc.runtime.torch_private import tree_map_only
 from partc.torch_private import (
     CHECKPOINT,
@@ -199,8 +200,7 @@ def following_own_backward(
     `torch.utils.checkpoint` are reported to `say`. As in eager mode, reentrant calls return no gradient if no argument
     requires one, and batch norms within calls update their statistics once more, as backward computes them again.
     """
-    apply, hook = vars(torch.autograd.Function)["apply"], Tensor.register_hook
-    grad, backward = torch.autograd.grad, torch.autograd.backward
+    apply, grad = vars(torch.autograd.Function)["apply"], torch.autograd.grad
     inside: list[_Pairs] = []  # the gradients of weights that each running backward accumulates
     running: list[Callable[[], Any]] = []  # the checkpointed functions that are running
 
@@ -278,28 +278,18 @@ def following_own_backward(
         return found if outside else _NodeWithoutHooks(found)
 
     nodes: Any = Tensor.grad_fn
-    base: Any = AppliedFunction
-    Tensor.grad_fn = property(node)  # type: ignore[assignment]
     enter = saved_tensors_hooks.__enter__
-    saved_tensors_hooks.__enter__ = own_packing  # type: ignore[method-assign]
-    without_reentrance = getattr(checkpoint, CHECKPOINT)
-    signature = inspect.signature(without_reentrance)
-    setattr(checkpoint, CHECKPOINT, own_checkpoint)
+    signature = inspect.signature(getattr(checkpoint, CHECKPOINT))
     inner = inner_gradient(grad, whole)
-    torch.autograd.grad, torch.autograd.backward = own_grad, own_backward
-    torch.autograd.Function.apply = classmethod(own_apply)  # type: ignore[assignment,method-assign]
-    base.apply = classmethod(applied)
-    Tensor.register_hook = hooked  # type: ignore[method-assign]
-    try:
+    with (
+        replaced(torch.autograd, grad=own_grad, backward=own_backward),
+        replaced(torch.autograd.Function, apply=classmethod(own_apply)),
+        replaced(AppliedFunction, apply=classmethod(applied)),
+        replaced(Tensor, grad_fn=property(node), register_hook=hooked),
+        replaced(saved_tensors_hooks, __enter__=own_packing),
+        replaced(checkpoint, **{CHECKPOINT: own_checkpoint}),
+    ):
         yield
-    finally:
-        del Tensor.grad_fn
-        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
-        setattr(checkpoint, CHECKPOINT, without_reentrance)
-        torch.autograd.grad, torch.autograd.backward = grad, backward
-        del base.apply
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        Tensor.register_hook = hook  # type: ignore[method-assign]
 
 
 def _is_machinery(cls: type) -> bool:

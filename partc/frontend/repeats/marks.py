@@ -31,6 +31,7 @@ from partc.frontend.repeats.module_rows import ModuleRows, UnequalError, contain
 from partc.frontend.state.frozen_state import comparable_copy
 from partc.installed import is_machinery
 from partc.ir.repetitions import KEPT
+from partc.replaced import replaced
 from partc.torch_private import MODULE_CALL, TENSOR_HOOKS, TreeSpec, tree_flatten, tree_unflatten, without_overriding
 
 MARK = "module_call"
@@ -198,13 +199,12 @@ class Repeats:
         def marked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self._called(module, args, kwargs, lambda: call(module, *args, **kwargs))
 
-        setattr(nn.Module, MODULE_CALL, marked)
         self.rows.running = True
         try:
-            yield
+            with replaced(nn.Module, **{MODULE_CALL: marked}):
+                yield
         finally:
             self.rows.running = False
-            setattr(nn.Module, MODULE_CALL, call)
         for row in self.rows.all:
             if len(self._row_calls[container_of(row)]) != len(row.units) * len(row.units[0]):
                 raise UnequalError(container_of(row))

@@ -14,6 +14,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from partc.frontend.permissions import UNKNOWN_NUMBERS, permitted
 from partc.frontend.selections.row_counts import RowCount, unknown_number
+from partc.replaced import replaced
 
 _COMPUTED = "add sub mul truediv floordiv mod pow"
 _COMPARED = "eq ne gt ge lt le"
@@ -208,10 +210,5 @@ def with_functions() -> Iterator[None]:
         found = functions[name](x.tensor())
         return found if name in _TESTS else ValueFloat(found, _number(plain[name], float.__float__(x)))
 
-    for name in functions:
-        setattr(math, name, lambda *args, name=name: run(name, *args))
-    try:
+    with replaced(math, **{name: partial(run, name) for name in functions}):
         yield
-    finally:
-        for name, function in plain.items():
-            setattr(math, name, function)

@@ -38,6 +38,7 @@ from partc.frontend.state.opposite_numbers import opposite
 from partc.frontend.state.stateful_code import CLOCKS, may_keep_state, stateful_lines, user_modules
 from partc.frontend.state.trace_comparison import TracedNode, effects_signature, first_difference
 from partc.installed import is_installed, line_of, shortened, user_frame
+from partc.replaced import replaced
 from partc.torch_private import without_modes
 
 DEPTH, ITEMS = 8, 1 << 16
@@ -336,9 +337,6 @@ def _named(where: str, name: str, owner: Any) -> str:
 # -- watching forward --------------------------------------------------------------------------
 
 
-_GENERATOR = "default_generator"  # which torch.manual_seed seeds
-
-
 class _Seeds:
     """Torch's generator, which records every seeding, even one that sets the same seed or is undone later, and the
     states to which forward returns.
@@ -393,11 +391,8 @@ class StateWatch:
         before = State.of(self.model, self.loss, self.named, clear_caches=not self.again)
         self.modules = before.modules
         seeds = _Seeds(torch.default_generator)
-        setattr(torch.random, _GENERATOR, seeds)
-        try:
+        with replaced(torch.random, default_generator=seeds):  # which torch.manual_seed seeds
             yield
-        finally:
-            setattr(torch.random, _GENERATOR, torch.default_generator)
         self.state = State.of(self.model, self.loss, self.named)
         if seeds.given:
             self.state.values["torch", "generator"] = "another seed"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
+from partc.replaced import replaced
 from partc.runtime.torch_private import storage_key
 
 
@@ -51,11 +52,8 @@ def registering(known: Container[int]) -> Iterator[None]:
         else:
             own[name] = tensor
 
-    nn.Module.register_buffer = registered  # type: ignore[method-assign, assignment]
-    try:
+    with replaced(nn.Module, register_buffer=registered):
         yield
-    finally:
-        nn.Module.register_buffer = register  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

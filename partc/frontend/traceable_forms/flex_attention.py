@@ -18,20 +18,16 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
+from partc.replaced import replaced
 from partc.torch_private import FLEX_ATTENTION, tree_flatten, unchanged_scores
 
 
 @contextmanager
 def flexible_attention() -> Iterator[None]:
     """A context in which flex_attention computes on whole tensors, also where modules have imported it by name."""
-    names = vars(flex_attention)
     own = dict(zip(FLEX_ATTENTION, (_attention, _every_device, _options, nullcontext, True), strict=True))
-    replaced = {name: names[name] for name in own}
-    names.update(own)
-    try:
+    with replaced(flex_attention, **own):
         yield
-    finally:
-        names.update(replaced)
 
 
 def _every_device(query: Tensor, key: Tensor, value: Tensor) -> None:

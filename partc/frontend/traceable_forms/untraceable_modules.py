@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from partc.replaced import replaced
 from partc.torch_private import AdaptiveLosses, BatchNorm
 
 
@@ -22,9 +23,7 @@ def untraceable_modules() -> Iterator[None]:
     """A context in which these modules run the forward passes of this file."""
     with ExitStack() as stack:
         for kind, forward in _FORWARD.items():
-            plain = vars(kind)["forward"]
-            stack.callback(setattr, kind, "forward", plain)
-            setattr(kind, "forward", forward(plain))  # noqa: B010 (mypy rejects an assignment to a class's method)
+            stack.enter_context(replaced(kind, forward=forward(vars(kind)["forward"])))
         yield
 
 

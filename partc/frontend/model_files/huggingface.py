@@ -85,7 +85,7 @@ _MAIN_INPUTS = {
 }
 MOST_MODULES, MOST_LABELS = 1 << 14, 1 << 20  # transformers makes lists of as many entries
 _COUNTS_MODULES = re.compile("(layers?|depth|blocks?|experts)$")
-_COUNTS_LABELS = "num_labels"
+_COUNTS_LABELS = frozenset({"num_labels", "num_classes"})
 _COUNTED = {"hidden": "patch_size", "film": "num_frames"}  # a number on which the shapes of a task's inputs depend
 # The tables of transformers that have the architecture of a model type whose configuration names none.
 _TABLES = (
@@ -285,8 +285,8 @@ def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _counts(value)
-        elif isinstance(value, int) and (name == _COUNTS_LABELS or _COUNTS_MODULES.search(name)):
-            yield name, value, MOST_LABELS if name == _COUNTS_LABELS else MOST_MODULES
+        elif isinstance(value, int) and (name in _COUNTS_LABELS or _COUNTS_MODULES.search(name)):
+            yield name, value, MOST_LABELS if name in _COUNTS_LABELS else MOST_MODULES
 
 
 def _implementations(config: Mapping[str, Any]) -> Iterator[object]:

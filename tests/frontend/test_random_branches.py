@@ -71,6 +71,17 @@ def by_flag(net: Net, x: Tensor) -> Tensor:
     return torch.stack(states).sum(0)
 
 
+def summed(net: Net, x: Tensor) -> Tensor:
+    """Layers that add up their terms in place, also through a view."""
+    for layer in net.layers[:3]:
+        if torch.rand(()) < 0.5:
+            terms = torch.zeros_like(x)
+            terms += layer.down(layer.up(x))
+            terms[:, 1:].add_(layer.norm(x)[:, 1:])
+            x = terms + x
+    return x
+
+
 def within(net: Net, x: Tensor) -> Tensor:
     for layer in net.dropping:
         x = layer(x)
@@ -148,6 +159,7 @@ def batch() -> dict[str, Tensor]:
         (skipped, "pp=2,dp=2,tp=2"),
         (survived, "dp=2,tp=2"),
         (by_flag, "tp=2"),
+        (summed, "dp=2,tp=2"),
         (within, "pp=3,dp=2"),
         (single, "dp=2"),
         (normed, "dp=2"),
@@ -184,6 +196,13 @@ class Terms(nn.Module):
 @pytest.mark.slow
 def test_terms_of_the_loss_that_a_random_number_drops() -> None:
     assert partc.compile(Terms(), batch(), mesh="dp=2", precision="fp64").verify(steps=4).ok
+
+
+def test_layers_with_sums_in_place_are_left_alone_where_they_are_dropped() -> None:
+    traced = trace_model(lambda: Net(summed), batch, name="net", mesh=Mesh.parse("1"), precision="fp64")
+    parts = ("up.weight", "down.bias", "norm.weight")
+    assert {f"layers.{i}.{part}" for i in range(3) for part in parts} <= {name for name, _ in traced.program.reached}
+    assert not traced.assumed
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from partc.ir.gradients import reached
-from partc.ir.operations import effects
+from partc.ir.operations import effects, memory_owner
 from partc.ir.program import NO_GRAD, Graph, Op, Ref, is_change
 
 Outcome = tuple[str, bool]  # the value of a test, and the outcome
@@ -25,17 +25,23 @@ _MOST = 16  # conjunctions; a condition of more counts as always
 def conditions(graph: Graph, choices: Collection[str], parameters: Sequence[str]) -> dict[str, Condition]:
     """The parameters that the gradient of the first output reaches only under a condition.
 
-    `choices` are the results of the `where` between the outcomes of branches. A change in place counts as always
-    reached, as later reads may be under another name.
+    `choices` are the results of the `where` between the outcomes of branches. A change in place is reached where a
+    later read of the changed memory is, under any name.
     """
-    live = reached(graph, parameters)
+    live, made = reached(graph, parameters), graph.makers()
+    sharing: dict[str, set[str]] = {}  # the names of values in one memory
+    for name in made:
+        owner = memory_owner(name, made)
+        sharing.setdefault(owner, {owner}).add(name)
     found: dict[str, Condition] = {graph.outputs[0]: ALWAYS}
     for op in reversed(graph.ops):
         silent = (NO_GRAD, True) in op.attrs or not effects(op.name).differentiable
         if silent or live.isdisjoint(op.refs()):
             continue
-        over = ALWAYS if is_change(op) else _union(found.get(value.name, frozenset()) for value in op.results)
-        chosen = any(value.name in choices for value in op.results)
+        names = {value.name for value in op.results}
+        later = sharing[memory_owner(op.result.name, made)] if is_change(op) else names
+        over = _union(found.get(name, frozenset()) for name in later)
+        chosen = not names.isdisjoint(choices)
         for place, name in _operands(op):
             if name in live:
                 here = _with(over, (next(op.refs()), place == 1)) if chosen else over

@@ -312,7 +312,8 @@ def functions_whole(main: Region, keys: Mapping[int, str]) -> dict[int, str]:
 def _joined(body: list[ModuleSegment], params: set[str], trained: set[str]) -> list[ModuleSegment]:
     """Join each segment without parameters, of a module or after an inner one, to the segment before it.
 
-    Operations after a module may read buffers, such as the class weights of a loss.
+    Operations after a module may read buffers, such as the class weights of a loss. Fills and views that both segments
+    compute stand once.
     """
     joined: list[ModuleSegment] = []
     for segment in body:
@@ -320,7 +321,8 @@ def _joined(body: list[ModuleSegment], params: set[str], trained: set[str]) -> l
         bare = own.isdisjoint(name for op in segment.ops for name in op.refs())
         inside = joined and (segment.key or not is_number(joined[-1].key.rpartition(".")[2]))
         if inside and bare and joined[-1].key:
-            joined[-1] = replace(joined[-1], ops=joined[-1].ops + segment.ops)
+            once = {id(op): op for op in (*joined[-1].ops, *segment.ops)}
+            joined[-1] = replace(joined[-1], ops=tuple(once.values()))
         else:
             joined.append(segment)
     return joined

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,19 @@ def test_extra_states_are_no_tensors_of_a_file() -> None:
     module = ModuleType("model")
     module.model = lambda: nn.Sequential(WithExtraState(2, 2, bias=False))  # type: ignore[attr-defined]
     assert state_dtypes(module, {}) == {"0.weight": torch.float32}
+
+
+class WithMetadata(nn.Linear):
+    """Adds an entry of its own to the state dict, as the base class of neuraloperator's models does."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {**super().state_dict(*args, **kwargs), "_metadata": {"version": 1}}
+
+
+def test_other_objects_of_a_state_dict_are_no_tensors_of_a_file() -> None:
+    module = ModuleType("model")
+    module.model = lambda: WithMetadata(2, 2, bias=False)  # type: ignore[attr-defined]
+    assert state_dtypes(module, {}) == {"weight": torch.float32}
 
 
 def plan(folder: Path) -> dict[str, object]:

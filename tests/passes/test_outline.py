@@ -226,6 +226,20 @@ def test_tensors_of_one_number_are_made_where_they_are_read() -> None:
     assert "full" not in setup and sorted(shapes) == [(20, 3), (20, 6)], (setup, shapes)
 
 
+class Total(nn.Module):
+    """Adds rows up by `index_add` into zeros, as aggregations of graph networks do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add(0, torch.arange(x.shape[0]).flip(0), x)
+
+
+def test_modules_without_parameters_that_read_one_fill_join_the_module_before_them() -> None:
+    build = lambda: Net(nn.Sequential(nn.Linear(6, 6), Total(), Total()))  # noqa: E731
+    program = outlined(build, X)
+    assert [call.name for call in program.calls] == ["constants", "embed", "body.0", "head"]
+    assert [op.name for op in program.region(program.calls[2].region).forward.ops].count("full") == 1
+
+
 def test_tied_weights_are_one_parameter_of_two_calls() -> None:
     program = outlined(Language, language())
     readers = [call.name for call in program.calls if "embed.weight" in call.params]

@@ -58,8 +58,8 @@ def replay_threads() -> int:
 
 
 def state_dtypes(module: ModuleType, options: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    """The names and dtypes in the model's state dict, which omits some buffers, without the extra states of modules;
-    computed without memory if possible.
+    """The names and dtypes of the tensors in the model's state dict, which omits some buffers, without the extra states
+    of modules; computed without memory if possible.
     """
     try:
         with torch.device("meta"):
@@ -67,7 +67,8 @@ def state_dtypes(module: ModuleType, options: Mapping[str, Any]) -> dict[str, to
     except Exception:  # constructors may fail in any way without values
         model = call_with_options(module.model, options)
     state = model.state_dict().items()
-    return {name: x.dtype for name, x in state if name.rpartition(".")[2] != "_extra_state"}
+    tensors = {name: x.dtype for name, x in state if isinstance(x, Tensor)}
+    return {name: dtype for name, dtype in tensors.items() if name.rpartition(".")[2] != "_extra_state"}
 
 
 def _recorded(build: Callable[[], nn.Module], seed: int, say: Callable[[str], None]) -> Recording | None:

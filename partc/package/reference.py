@@ -35,7 +35,7 @@ from partc.runtime.first_steps import FirstSteps
 from partc.runtime.layout import DTYPES
 from partc.runtime.optimizer.kinds import kind_of, options_of
 from partc.runtime.optimizer.recipe import Group, parse_recipe
-from partc.runtime.train.data import Tokens, call_with_options, load_model_file, source
+from partc.runtime.train.data import Tokens, call_with_options, load_model_file, seeded_outside_torch, source
 from partc.runtime.train.entries import batches_of_parts, entries, of_model, rebuilt_batch
 from partc.runtime.train.plain_tensors import Members, with_registered_tensors
 from partc.runtime.train.precision import as_real, dtype_held, held_in
@@ -60,8 +60,7 @@ def train(package: Path, folder: Path, values: Path | None, *, steps: int, seed:
     """
     plan: dict[str, Any] = json.loads((package / "plan.json").read_text())
     module = load_model_file(package / "model.py")
-    torch.manual_seed(seed)
-    model = single_device_model(module, plan)
+    model = single_device_model(module, plan, seed)
     cast_states(model, held_in(plan["precision"]))
     names = list(model.named_parameters(remove_duplicate=False))
     given = {name: recipe.pop(name) for name in DATA if name in recipe}
@@ -134,10 +133,12 @@ def balanced_biases(plan: Mapping[str, Any]) -> dict[str, float]:
     return {name: entry["balance"] for name, entry in plan["parameters"].items() if "balance" in entry}
 
 
-def single_device_model(module: Any, plan: Mapping[str, Any]) -> nn.Module:
+def single_device_model(module: Any, plan: Mapping[str, Any], seed: int) -> nn.Module:
     """The single-device model; its plain tensors are buffers where the package has them as such."""
     names = {name.rpartition(".")[2] for name in plan["parameters"]}
-    model: nn.Module = call_with_options(module.model, plan["options"])
+    torch.manual_seed(seed)
+    with seeded_outside_torch(seed):
+        model: nn.Module = call_with_options(module.model, plan["options"])
     steps = FirstSteps.of_plan(plan)
     if steps is not None:
         shapes = {name: (entry["shape"], DTYPES[entry["dtype"]]) for name, entry in plan["parameters"].items()}

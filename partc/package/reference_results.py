@@ -34,8 +34,7 @@ def _write_results(package: Path, folder: Path, options: Sequence[str]) -> None:
     """Write the model's results for each batch to a new folder."""
     job = check(options, package)
     module = load_model_file(job.root / "model.py")
-    torch.manual_seed(job.seed)
-    model = single_device_model(module, job.plan)
+    model = single_device_model(module, job.plan, job.seed)
     if job.init is not None:
         model.load_state_dict(load(job.init)[0], strict=False)
     cast_states(model, held_in(job.plan["precision"]))

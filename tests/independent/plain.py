@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import importlib.util
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -66,6 +68,8 @@ class Trained:
 def train(path: Path, recipe: Recipe, *, microbatches: int = 1, seed: int = 0) -> Trained:
     """Train a model file's model in fp64. `microbatches` is more than 1 where each is a batch of its own."""
     module = load(path)
+    random.seed(seed)
+    numpy.random.seed(seed)
     torch.manual_seed(seed)
     model: nn.Module = module.model()
     for x in (*model.parameters(), *model.buffers()):

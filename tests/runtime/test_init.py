@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -155,6 +157,29 @@ def test_a_part_of_the_tensors(build: Callable[[], nn.Module]) -> None:
 @pytest.mark.parametrize(("build", "why"), [(Seeds, "generator"), (OwnGenerator, "generator")])
 def test_what_cannot_be_replayed_is_built_whole(build: Callable[[], nn.Module], why: str) -> None:
     check(build, said=why)
+
+
+class DrawsElsewhere(nn.Module):
+    """As hyper-connections, whose constructor draws the first stream of each layer by Python's `randrange`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.python = nn.Parameter(torch.tensor([random.random() for _ in range(4)]))
+        self.numpy = nn.Parameter(torch.from_numpy(numpy.random.randn(4)))
+
+
+@pytest.mark.parametrize("size", [0, None])  # built whole, and recorded
+def test_all_ranks_draw_alike_from_the_generators_of_python_and_numpy(size: int | None) -> None:
+    drawn: list[dict[str, Tensor]] = [{}, {}, {}]
+    before = random.getstate()
+    for seed, found in zip((7, 7, 8), drawn, strict=True):
+        module: Any = SimpleNamespace(model=DrawsElsewhere)
+        initialise(
+            module, {}, seed, {"python", "numpy"}, lambda name, x, found=found: found.update({name: x}), size=size
+        )
+    assert random.getstate() == before
+    for name in ("python", "numpy"):
+        assert torch.equal(drawn[0][name], drawn[1][name]) and not torch.equal(drawn[0][name], drawn[2][name])
 
 
 def test_a_constructor_that_fails_fails() -> None:

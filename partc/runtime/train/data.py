@@ -371,20 +371,30 @@ def _unfit(cause: str, help: str) -> UsageError:
 @contextmanager
 def _seeded(seed: int, number: int) -> Iterator[None]:
     """A context in which the host's generators (torch, Python, NumPy) are seeded for a batch, equally on all ranks."""
-    numpy: Any = sys.modules.get("numpy")
     own = seed * 1_000_003 + number + 1
-    held = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    held = torch.get_rng_state()
     torch.default_generator.manual_seed(own)  # only the host's generator: a device may be recording
-    random.seed(own)
+    try:
+        with seeded_outside_torch(own):
+            yield
+    finally:
+        torch.set_rng_state(held)
+
+
+@contextmanager
+def seeded_outside_torch(seed: int) -> Iterator[None]:
+    """A context in which the generators of Python and NumPy are seeded."""
+    numpy: Any = sys.modules.get("numpy")
+    held = random.getstate(), numpy and numpy.random.get_state()
+    random.seed(seed)
     if numpy:
-        numpy.random.seed(own % 2**32)
+        numpy.random.seed(seed % 2**32)
     try:
         yield
     finally:
-        torch.set_rng_state(held[0])
-        random.setstate(held[1])
+        random.setstate(held[0])
         if numpy:
-            numpy.random.set_state(held[2])
+            numpy.random.set_state(held[1])
 
 
 def _call_user(module: ModuleType, name: str, number: int, ask: Callable[[], Any]) -> Any:

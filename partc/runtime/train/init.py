@@ -1,4 +1,7 @@
-"""Initial parameters, equal to those of the single-device model after `torch.manual_seed(seed)`."""
+"""Initial parameters, equal to those of the single-device model after `torch.manual_seed(seed)`.
+
+The generators of Python and NumPy have the same seed, so that all ranks build one model.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .data import call_with_options
+from .data import call_with_options, seeded_outside_torch
 from .plain_tensors import with_registered_tensors
 from .replay import CannotReplay, Recording, named_tensors, record
 from .without_values import WithoutValues, built_without_values
@@ -37,7 +40,8 @@ def initialise(
     """
 
     def build() -> nn.Module:
-        model = call_with_options(module.model, options)
+        with seeded_outside_torch(seed):
+            model = call_with_options(module.model, options)
         assert isinstance(model, nn.Module)
         return model
 

@@ -109,7 +109,7 @@ def program_of(
 
 
 def _check_loss(graph: Graph, loss: Value) -> None:
-    """Raise PartcError P0208 unless the loss is a floating-point scalar."""
+    """Raise PartcError P0208 unless the loss is one floating-point number."""
     if not loss.type.shape and loss.type.differentiable:
         return
     wrong = f"has shape {loss.type.shape}" if loss.type.shape else f"is {loss.type.dtype}"

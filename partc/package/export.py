@@ -22,7 +22,7 @@ from partc.runtime.layout import DTYPES
 from partc.runtime.processes.agreement import Together
 from partc.runtime.torch_private import lone_store
 from partc.runtime.train.data import load_model_file
-from partc.runtime.train.init import initialise, state_dtypes
+from partc.runtime.train.init import initialise, state_dtypes, state_entries
 from partc.runtime.whole_files import replacing
 
 
@@ -59,21 +59,34 @@ def export(
         source = newest(checkpoint, Together(lone_store(), 0, 1), needed=True, say=say)
         assert source is not None
         source.check_fits(plan)
-        return _write(directory, plan, source, target, init)
+        return _write(directory, plan, source, target, init, say)
     except UsageError as error:
         raise PartcError(error.code, error.cause, help=error.help) from None
 
 
-def _write(directory: Path, plan: Mapping[str, Any], source: Checkpoint, target: Path, init: Path | None) -> Exported:
+def _write(
+    directory: Path,
+    plan: Mapping[str, Any],
+    source: Checkpoint,
+    target: Path,
+    init: Path | None,
+    say: Callable[[str], None],
+) -> Exported:
     module = load_model_file((directory / "model.py").resolve())
-    state = state_dtypes(module, plan["options"])
+    entries = state_entries(module, plan["options"])
+    state = {name: dtype for name, (dtype, own) in entries.items() if own}
+    for name in sorted(entries.keys() - state.keys()):
+        say(f"the file leaves out {name}, which the state dict computes")
     steps = FirstSteps.of_plan(plan)
     for value in () if steps is None else steps.values:
         if value.persistent and value.name in source.tensors:
             state[value.name] = getattr(torch, source.tensors[value.name].dtype)
     first = {alias: name for name, entry in plan["parameters"].items() for alias in (name, *entry["aliases"])}
+    named = {name: own for name, (_, own) in entries.items()}  # entries that hooks rename -> the model's own names
+    first |= {name: first[own] for name, own in named.items() if own in first}
     untrained = tuple(name for name in state if first.get(name) not in source.tensors)
-    values = _initial(module, plan, source, untrained, init)
+    initial = _initial(module, plan, source, tuple(named.get(name, name) for name in untrained), init)
+    values = {name: initial[own] for name in untrained if (own := named.get(name, name)) in initial}
     described: dict[str, Described] = {}
     for name in state:
         saved = source.tensors.get(first.get(name, ""))

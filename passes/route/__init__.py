@@ -41,6 +41,8 @@ from partc.passes.route.writes import Distinct, write_of
 
 _WRITES = frozenset({"index_add", "index_put"})
 _SPREAD = frozenset({"reshape", "expand", "permute"})
+_LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})
+_IN_RANGE = _SPREAD | {"to", "floor_divide", "remainder"}  # results for rows outside the mask stay in range
 
 
 def route(program: Program) -> Program:
@@ -85,6 +87,7 @@ class _Selections:
     indices: dict[str, _SelectedPlace] = field(default_factory=dict)
     rows: dict[str, tuple[str, int]] = field(default_factory=dict)
     draws: bool = False  # random numbers for rows
+    read: set[str] = field(default_factory=set)  # places, and rows with harmless numbers outside their mask
     constants: set[str] = field(default_factory=set)  # tensors filled with one number
     zeros: set[str] = field(default_factory=set)
     same_mask: dict[str, str] = field(default_factory=dict)  # reshaped or converted mask -> the original mask
@@ -139,6 +142,7 @@ class _Selections:
             w.define("remainder", (Ref(blocks), shape[dim]), (count,), "i64", made)
         self.indices[made] = _SelectedPlace(mask, dim)
         self.rows[made] = self._original(mask), 0
+        self.read.add(made)
 
     def _original(self, mask: str) -> str:
         """The mask of which this one is a reshaped or converted form: both select the same rows, in the same order."""
@@ -174,6 +178,7 @@ class _Selections:
         value = self.writer.only(value, dim, chosen, op.result.name, harmless)
         self.writer.define("reshape", (Ref(value), shape), shape, dtype, op.result.name)
         self.rows[op.result.name] = self._original(mask), dim
+        self.read.add(op.result.name)
         return True
 
     def _fits(self, x: str, mask: str, places: list[int], dims: list[int]) -> bool:
@@ -269,7 +274,19 @@ class _Selections:
     def _is_zero(self, arg: Arg) -> bool:
         return arg == 0 or (isinstance(arg, Ref) and arg.name in self.zeros)
 
+    def _in_range(self, op: Op) -> Op:
+        """A lookup with the place 0 for the rows outside a mask, whose places may be beyond the table."""
+        w, safe = self.writer, {}
+        for name in op.refs() if op.name in _LOOKUPS else ():
+            if name in self.rows and name not in self.read and not w.types[name].differentiable:
+                mask, dim = self.rows[name]
+                chosen = w.reshape(mask, (w.shape(name)[dim],), f"{name}_mask")
+                safe[name] = w.only(name, dim, chosen, f"{name}_kept")
+                self.rows[safe[name]] = mask, dim
+        return replace(op.renamed(safe), results=op.results) if safe else op
+
     def _row_by_row(self, op: Op) -> None:
+        op = self._in_range(op)
         held = [self.rows.get(name) for name in op.refs()]
         masks = {mask for found in held if found is not None for mask in (found[0],)}
         dims = None
@@ -287,6 +304,8 @@ class _Selections:
         self.writer.keep(op)
         self.draws |= op.name in RANDOM
         mask = masks.pop()
+        if op.name in _IN_RANGE and self.read.issuperset(op.refs()):
+            self.read.update(value.name for value in op.results)
         self.rows.update((value.name, (mask, dim)) for value, dim in zip(op.results, dims, strict=True))
 
 

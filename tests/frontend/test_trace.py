@@ -121,9 +121,12 @@ def test_errors_in_the_model_quote_the_line(tmp_path: Path) -> None:
     assert error.source is not None and error.source.line == line_of(path, "y = y @ y")
 
 
-def test_a_loss_is_a_scalar(tmp_path: Path) -> None:
+def test_a_loss_is_one_number(tmp_path: Path) -> None:
     path = written(tmp_path, MODEL.format(forward="return y"))
     refused("P0208", path)
+    program = trace(written(tmp_path, MODEL.format(forward="return torch.zeros(1) + y.sum()"))).program
+    (loss,) = (value for value in program.values if value.name == program.loss)
+    assert loss.type.shape == ()
 
 
 class Tied(nn.Module):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import partc
 from partc.cli import main
+from partc.package.export import export
 from partc.runtime.checkpoint.given_parameters import INDEX, under_plan_names
 from partc.runtime.checkpoint.safetensors import load, save
 from partc.runtime.errors import UsageError
@@ -108,6 +109,49 @@ def test_other_objects_of_a_state_dict_are_no_tensors_of_a_file() -> None:
     module = ModuleType("model")
     module.model = lambda: WithMetadata(2, 2, bias=False)  # type: ignore[attr-defined]
     assert state_dtypes(module, {}) == {"weight": torch.float32}
+
+
+RENAMED = """
+import torch
+from torch import nn
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+        self._register_state_dict_hook(self._rename)
+
+    def _rename(self, module, state, prefix, metadata):
+        for name in [*state]:
+            state[name.replace("layer.", "")] = state.pop(name)
+        state["norm"] = self.layer.weight.detach() * 2
+
+    def forward(self, x):
+        return self.layer(x).square().mean()
+
+def model():
+    return Wrapped()
+
+def batch():
+    return {"x": torch.randn(8, 4)}
+"""
+
+
+def test_entries_that_hooks_rename_hold_their_parameters(tmp_path: Path) -> None:
+    """As those of torchtune's fused layers."""
+    (tmp_path / "model.py").write_text(RENAMED)
+    package = partc.compile(str(tmp_path / "model.py"), mesh="dp=2").write(tmp_path / "build")
+    trained(package, "--steps", 1, "--save", tmp_path / "saved")
+    said: list[str] = []
+    export(package, tmp_path / "saved", tmp_path / "out", say=said.append)
+    found, _ = load(tmp_path / "out")
+    assert {name: x.dim() for name, x in found.items()} == {
+        "weight": 2,
+        "bias": 1,
+        "unused.weight": 2,
+        "unused.bias": 1,
+    }
+    assert said[-1:] == ["the file leaves out norm, which the state dict computes"]
 
 
 def plan(folder: Path) -> dict[str, object]:

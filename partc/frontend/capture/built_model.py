@@ -30,7 +30,7 @@ def built_model(build: Callable[[], Any], path: Path | None, recipes: Recipes) -
             plain = WithoutValues()
             try:
                 model = built_without_values(build, plain)
-            except (NotImplementedError, RuntimeError) as error:
+            except (NotImplementedError, RuntimeError, TypeError) as error:
                 try:
                     model = built_without_values(build, _ValuesOfRanges())
                 except Exception:

@@ -285,7 +285,7 @@ class TracedStep(nn.Module):
             )
         if found.is_complex():
             raise PartcError("P0208", "the loss is complex: it must be a real number", help="return its real part")
-        return {"": found}
+        return {"": found.reshape(()) if found.dim() and found.numel() == 1 else found}  # torch takes one element too
 
 
 def parameters_with_gradient(model: nn.Module, loss: Tensor, repeats: Repeats) -> frozenset[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..torch_private import storage_key
 from .data import call_with_options, seeded_outside_torch
 from .plain_tensors import with_registered_tensors
 from .replay import CannotReplay, Recording, named_tensors, record
@@ -65,14 +66,31 @@ def state_dtypes(module: ModuleType, options: Mapping[str, Any]) -> dict[str, to
     """The names and dtypes of the tensors in the model's state dict, which omits some buffers, without the extra states
     of modules; computed without memory if possible.
     """
+    return {name: dtype for name, (dtype, _) in state_entries(module, options).items()}
+
+
+def state_entries(module: ModuleType, options: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, str]]:
+    """The dtypes of `state_dtypes`, each with the name of the parameter or buffer that the entry holds: hooks may rename
+    entries. "" for a tensor that the state dict computes.
+    """
     try:
         with torch.device("meta"):
             model = built_without_values(lambda: call_with_options(module.model, options), WithoutValues())
     except Exception:  # constructors may fail in any way without values
         model = call_with_options(module.model, options)
-    state = model.state_dict().items()
-    tensors = {name: x.dtype for name, x in state if isinstance(x, Tensor)}
-    return {name: dtype for name, dtype in tensors.items() if name.rpartition(".")[2] != "_extra_state"}
+    tensors = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+    held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    names, places = {name for name, _ in held}, {_place(x): name for name, x in held if x.numel()}
+    return {
+        name: (x.dtype, name if name in names else places.get(_place(x), ""))
+        for name, x in tensors.items()
+        if name.rpartition(".")[2] != "_extra_state"
+    }
+
+
+def _place(x: Tensor) -> tuple[int, int, torch.Size]:
+    """The memory of a tensor, without values too."""
+    return storage_key(x), int(x.storage_offset()), x.shape
 
 
 def _recorded(build: Callable[[], nn.Module], seed: int, say: Callable[[str], None]) -> Recording | None:

@@ -1,6 +1,8 @@
 """Constructors that read values of tensors inside `try`: torch's orthogonal maps of matrices that are not square, and
-scales computed from weights. Tensors without values raise an error there.
+scales computed from weights. Tensors without values raise an error there, or a later one.
 """
+
+import contextlib
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,9 @@ class Caught(nn.Module):
             self.scale = 1 / float(self.out.bias.fill_(0.5).norm())
         except Exception:
             self.scale = 1.0
+        with contextlib.suppress(Exception):
+            start = torch.linalg.lstsq(torch.eye(8), torch.arange(8.0)[:, None]).solution
+        self.start = nn.Parameter(start[:, 0] / 8)
         try:
             with torch.no_grad():
                 self.out.weight.mul_(self.out.weight.norm().item())
@@ -26,7 +31,7 @@ class Caught(nn.Module):
             nn.init.zeros_(self.out.weight)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.out(torch.tanh(self.wide(self.narrow(x)))) * self.scale, y)
+        return F.cross_entropy(self.out(torch.tanh(self.wide(self.narrow(x)) + self.start)) * self.scale, y)
 
 
 def model() -> nn.Module:

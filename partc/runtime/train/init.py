@@ -70,8 +70,8 @@ def state_dtypes(module: ModuleType, options: Mapping[str, Any]) -> dict[str, to
 
 
 def state_entries(module: ModuleType, options: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, str]]:
-    """The dtypes of `state_dtypes`, each with the name of the parameter or buffer that the entry holds: hooks may rename
-    entries. "" for a tensor that the state dict computes.
+    """The dtypes of `state_dtypes`, each with the name of the parameter or buffer that the entry holds, as hooks may
+    rename entries. The name is empty for a tensor that the state dict computes.
     """
     try:
         with torch.device("meta"):

@@ -163,7 +163,7 @@ _FORMS: Mapping[str, Callable[[fx.Node, Args, Attrs], Form]] = {
     **dict.fromkeys(_FILLED, _constant),
     **dict.fromkeys(RESHAPES, _reshape),
     **dict.fromkeys(("t", "transpose", "permute"), _permute),
-    **dict.fromkeys(("unbind", "split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk"), _parts),
+    **dict.fromkeys(spelling("split"), _parts),
     "cat": _cat,
     "slice": _slice,
     "_softmax": _softmax,

@@ -71,6 +71,18 @@ class Mixture(nn.Module):
             out.index_add_(0, token, self.one(e, rows) * weights[token, slot, None])
         return out
 
+    def listed(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
+        """Mixtral's first loop, and Jamba's, which index with lists."""
+        mask = F.one_hot(chosen, self.count).permute(2, 1, 0)
+        for e in range(self.count):
+            slot, token = torch.where(mask[e])
+            if token.shape[0] == 0:
+                continue
+            tokens, slots = token.tolist(), slot.tolist()
+            rows = x[None, tokens].reshape(-1, WIDTH)
+            out.index_add_(0, token, self.one(e, rows) * weights[tokens, slots, None])
+        return out
+
     def skipped(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
         for e in range(self.count):
             token, slot = torch.where(chosen == e)

@@ -131,6 +131,11 @@ class SelectedRows:
         self._places[mask] = self._places[whole] = indices
         return indices
 
+    def is_place(self, x: Tensor) -> bool:
+        """Whether x has the places of a mask's elements along a dimension."""
+        held = self.of(x)
+        return held is not None and any(x is place for place in self._places.get(held.mask) or ())
+
     def _places_within(self, x: Tensor, index: tuple[Any, ...]) -> Tensor | None:
         """places[some] as the places of the elements of a mask that a second mask over its rows selects; None for
         other tensors and indices.

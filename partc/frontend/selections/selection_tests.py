@@ -38,15 +38,25 @@ _Elements = tuple[int, int, int]  # (version of a mask, first element, last elem
 
 @dataclass(frozen=True, slots=True)
 class Iterations:
-    """The places of a mask's elements; the model may only iterate over them."""
+    """The places of a mask's elements; the model may iterate over them, or index with them as with `tensor`."""
 
+    tensor: Tensor
     _tests: SelectionTests
     _mask: Tensor
-    _places: Sequence[Any]
+    _places: Sequence[Any] | None  # None if only constants would be known
     _sources: Sequence[Source]
 
     def __iter__(self) -> Iterator[Any]:
+        if self._places is None:
+            raise _unlisted(next(iter(self._sources), None))
         return self._tests.iterations(self._mask, self._places, self._sources)
+
+
+def without_lists(index: Any) -> Any:
+    """An index with tensors in place of listed places."""
+    if isinstance(index, tuple):
+        return tuple(map(without_lists, index))
+    return index.tensor if isinstance(index, Iterations) else index
 
 
 class SelectionTests:
@@ -158,5 +168,14 @@ def _endless_loop(source: Source | None) -> PartcError:
         "P0206",
         "the model does not trace: a loop goes on as long as a mask selects something",
         help="repeat it a fixed number of times, with torch.where for the rows that are done",
+        source=source,
+    )
+
+
+def _unlisted(source: Source | None) -> PartcError:
+    return PartcError(
+        "P0206",
+        "the model does not trace: a loop runs over the places at which a mask of several dimensions is set",
+        help="loop over the elements of a dimension, and choose with torch.where",
         source=source,
     )

@@ -49,7 +49,7 @@ from partc.frontend.selections.row_counts import (
 from partc.frontend.selections.row_reductions import CONTRACTIONS, REDUCTIONS, contracted, mean_loss, reduced
 from partc.frontend.selections.selected_parts import SelectedParts
 from partc.frontend.selections.selected_rows import INTEGERS, MaskedRows, SelectedRows, leaves
-from partc.frontend.selections.selection_tests import Iterations, SelectionTests, caller_frame
+from partc.frontend.selections.selection_tests import Iterations, SelectionTests, caller_frame, without_lists
 from partc.frontend.selections.value_floats import ValueFloat
 from partc.frontend.statements import enclosing_nodes
 from partc.torch_private import without_modes, without_overriding
@@ -161,6 +161,10 @@ class Selections:
         while frame.f_back is not None and frame.f_code.co_filename in _METHODS:
             frame = frame.f_back
         self.tests.frame = frame
+        if name in ("__getitem__", "__setitem__") and any(isinstance(x, Iterations) for x in leaves(args[1])):
+            call = _TorchCall(func, name, (args[0], without_lists(args[1]), *args[2:]), kwargs)
+            made = _CALLS[name](self, call)
+            return call.run() if made is NotImplemented else made
         call = _TorchCall(func, name, args, kwargs)
         changed = kwargs.get("out", call.given if _changes_in_place(name) else None)
         if isinstance(changed, Tensor) and (changed in self._copies or changed._base in self._copies):
@@ -410,16 +414,17 @@ class Selections:
         real = None if held.dim or call.argument(1, "dim", 0) else self._value(call.given)
         if real is None:
             return NotImplemented
-        return Iterations(self.tests, held.mask, self._rows.as_constants(real), [*self.tests.source()])
+        return Iterations(call.given, self.tests, held.mask, self._rows.as_constants(real), [*self.tests.source()])
 
     def listed(self, x: Tensor) -> Iterations | None:
         """x.tolist() of the places that nonzero() found; None for other tensors."""
         held, real = self._rows.of(x), self._value(x)
-        if held is None or held.dim or real is None:
+        if held is None or held.dim or (real is None and not self._rows.is_place(x)):
             return None
         self.tests.frame = caller_frame()
         with without_modes():
-            return Iterations(self.tests, held.mask, real.tolist(), [*self.tests.source()])
+            places = None if real is None else real.tolist()
+        return Iterations(x, self.tests, held.mask, places, [*self.tests.source()])
 
     def _reduced(self, call: _TorchCall, held: MaskedRows) -> Any:
         """A reduction over the selected rows."""

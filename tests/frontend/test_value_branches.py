@@ -55,6 +55,18 @@ def test_a_test_that_only_raises_is_assumed_and_listed(step: Step) -> None:
     assert f"guards.py:{line})" in found.assumed[0]
 
 
+def placed(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    table = net.words.weight[:, 0].detach()
+    place = (table == table[y[0]]).nonzero().item()
+    return net.layer(x).square().mean() + table[[place, 0]].sum()
+
+
+def test_one_element_is_assumed_where_the_place_of_the_only_one_is_read() -> None:
+    line = placed.__code__.co_firstlineno + 2
+    said = f"Packages do not run the guard `nonzero() finds one element` ({Path(__file__).name}:{line})."
+    assert [sentence.replace(str(Path(__file__).parent) + "/", "") for sentence in traced(placed).assumed] == [said]
+
+
 def renaming(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     try:
         return raising(net, x, y)

@@ -345,7 +345,11 @@ class ValueWatch(TorchFunctionMode):
         number = self._largest.number(args[0]) if name in ("item", "__int__", "__index__") else None
         if number is not None:
             return number
-        found = self.selections.answer(name, args[0])
+        found = self.selections.only_place(name, args[0])
+        if found is not NotImplemented and (frame := user_frame(_calling_frame())) is not None:
+            self.assumed[line_of(frame), "nonzero() finds one element"] = None
+        elif found is NotImplemented:
+            found = self.selections.answer(name, args[0])
         if found is NotImplemented:
             if name in _TESTS and self._may_branch() and permitted(BOTH_OUTCOMES).may():
                 return self._branch_on_values(args[0] if name in TESTS else _alike(name, *args, **kwargs))

@@ -52,13 +52,6 @@ class Iterations:
         return self._tests.iterations(self._mask, self._places, self._sources)
 
 
-def without_lists(index: Any) -> Any:
-    """An index with tensors in place of listed places."""
-    if isinstance(index, tuple):
-        return tuple(map(without_lists, index))
-    return index.tensor if isinstance(index, Iterations) else index
-
-
 class SelectionTests:
     """The tests of one trace. `frame` is the running frame of the model's code."""
 

@@ -49,7 +49,7 @@ from partc.frontend.selections.row_counts import (
 from partc.frontend.selections.row_reductions import CONTRACTIONS, REDUCTIONS, contracted, mean_loss, reduced
 from partc.frontend.selections.selected_parts import SelectedParts
 from partc.frontend.selections.selected_rows import INTEGERS, MaskedRows, SelectedRows, leaves
-from partc.frontend.selections.selection_tests import Iterations, SelectionTests, caller_frame, without_lists
+from partc.frontend.selections.selection_tests import Iterations, SelectionTests, caller_frame
 from partc.frontend.selections.value_floats import ValueFloat
 from partc.frontend.statements import enclosing_nodes
 from partc.torch_private import without_modes, without_overriding
@@ -161,8 +161,8 @@ class Selections:
         while frame.f_back is not None and frame.f_code.co_filename in _METHODS:
             frame = frame.f_back
         self.tests.frame = frame
-        if name in ("__getitem__", "__setitem__") and any(isinstance(x, Iterations) for x in leaves(args[1])):
-            call = _TorchCall(func, name, (args[0], without_lists(args[1]), *args[2:]), kwargs)
+        if name in ("__getitem__", "__setitem__") and (index := _without_lists(args[1])) is not args[1]:
+            call = _TorchCall(func, name, (args[0], index, *args[2:]), kwargs)
             made = _CALLS[name](self, call)
             return call.run() if made is NotImplemented else made
         call = _TorchCall(func, name, args, kwargs)
@@ -603,6 +603,15 @@ class Selections:
         places = torch.where(mask, mask.cumsum(1) - 1, width)
         return x.new_zeros(rows, width + 1).scatter(1, places, x)[:, :width]
 
+    def only_place(self, name: str, x: Any) -> Any:
+        """The one place that nonzero() finds in a mask, read as a number; NotImplemented for other tensors."""
+        held = self._rows.of(x)
+        if name not in ("item", "__int__", "__index__") or held is None or held.dim or held.mask.dim() != 1:
+            return NotImplemented
+        if self._value(x) is None or x.numel() != held.mask.numel():
+            return NotImplemented
+        return self._number_in("item", held.chosen.long().argmax())
+
     def answer(self, name: str, x: Any) -> Any:
         """The value of a test whether a mask selects anything, or of a count; NotImplemented for other tensors."""
         if self._value(x) is not None:
@@ -629,6 +638,18 @@ class Selections:
 def _changes_in_place(name: str) -> bool:
     """Whether a function changes its first argument: `add_`, `x[i] = y` or `x += y`."""
     return name in _OPERATORS_IN_PLACE if name.endswith("__") else name.endswith("_")
+
+
+def _without_lists(index: Any) -> Any:
+    """An index with tensors in place of listed places, and of lists of unknown numbers."""
+    if isinstance(index, Iterations):
+        return index.tensor
+    if isinstance(index, list) and any(isinstance(x, ValueNumber) for x in index):
+        return torch.stack([x.tensor() if isinstance(x, ValueNumber) else torch.tensor(x) for x in index])
+    if not isinstance(index, tuple):
+        return index
+    made = tuple(map(_without_lists, index))
+    return index if all(a is b for a, b in zip(made, index, strict=True)) else made
 
 
 def _bound(number: Any, size: int) -> Any:

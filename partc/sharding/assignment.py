@@ -18,6 +18,7 @@ import numpy as np
 from partc.errors import InternalError
 from partc.sharding.integer_program import solve_integer_program
 
+_TOLERANCE = 1e-6  # of the solver, for integers
 Price = Mapping[str, float]  # criterion -> amount
 Kept = tuple[tuple[np.ndarray, float], ...]  # costs of earlier objectives, and their minima, which must not rise
 
@@ -183,18 +184,23 @@ class _Model:
         """The columns with the least cost; None if none keep the earlier costs."""
         from scipy.optimize import Bounds, LinearConstraint
 
+        # The relaxation is nearly always integral once the few columns in earlier costs are.
+        priced = np.any([old > 0.0 for old, _ in kept], axis=0)
         # Slack for the solver's tolerance, relative to the largest price; the first value nearly always suffices.
         for slack in (1e-6, 1e-5, 1e-4):
             bounds = [
                 LinearConstraint(old[np.newaxis, :], -np.inf, best + slack * max(1.0, abs(best))) for old, best in kept
             ]
-            result = solve_integer_program(
-                cost,
-                constraints=[self.constraints, *bounds],
-                integrality=self.integrality,
-                bounds=Bounds(0, upper),
-                options={"mip_rel_gap": 1e-9},
-            )
+            for integrality in (priced, self.integrality) if kept else (self.integrality,):
+                result = solve_integer_program(
+                    cost,
+                    constraints=[self.constraints, *bounds],
+                    integrality=integrality,
+                    bounds=Bounds(0, upper),
+                    options={"mip_rel_gap": 1e-9},
+                )
+                if result.x is None or self._is_integral(result.x):
+                    break
             if result.status == 2 and kept:
                 continue
             if result.status != 2 and result.x is None:
@@ -202,6 +208,10 @@ class _Model:
             found: np.ndarray | None = result.x
             return found
         return None
+
+    def _is_integral(self, found: np.ndarray) -> bool:
+        chosen = found[self.integrality > 0]
+        return bool(np.all(np.abs(chosen - np.round(chosen)) < _TOLERANCE))
 
     def _leaves_choices(self, upper: np.ndarray) -> bool:
         """Whether each node has an alternative whose column has a positive upper bound."""

@@ -20,7 +20,7 @@ its result is zero and so are all its gradients: it stays zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from partc import fuel
@@ -71,7 +71,7 @@ class _Heads:
     rows: int  # ranks over which rows are cut, or exchanged for heads
     types: dict[str, TensorType] = field(init=False)
     makers: Mapping[str, Op] = field(init=False)
-    readers: Mapping[str, list[Op]] = field(init=False)
+    readers: Mapping[str, Sequence[Op]] = field(init=False)
     padded: dict[Place, int] = field(default_factory=dict)  # the new size of a dimension
     repeats: dict[str, int] = field(
         default_factory=dict

@@ -14,6 +14,7 @@ of logits begin at memory lines: products and kernels then move 16 bytes at a ti
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from partc import fuel
@@ -63,7 +64,7 @@ class _Padding:
     lines: bool
     padded: dict[str, int] = field(default_factory=dict)
     classes: dict[str, Sizes] = field(default_factory=dict)  # value -> sizes of its last dimension
-    readers: dict[str, list[Op]] = field(default_factory=dict)
+    readers: Mapping[str, Sequence[Op]] = field(default_factory=dict)
     types: dict[str, TensorType] = field(default_factory=dict)
 
     def run(self) -> _Padding:

@@ -101,14 +101,12 @@ class _Local:
     def run(self) -> Region:
         for op in self.region.forward.ops:
             self._operation(op)
+        makers = self.region.forward.makers()
         names = []
         for name, layout in zip(self.region.forward.outputs, self.outputs, strict=True):
-            names.append(self._resharded(name, layout, self._maker(name)))
+            names.append(self._resharded(name, layout, makers.get(name)))
         graph = replace(self.region.forward, ops=tuple(self.ops), outputs=tuple(names))
         return _with_biases(_with_plain_names(replace(self.region, forward=graph)))
-
-    def _maker(self, name: str) -> Op | None:
-        return next((op for op in self.region.forward.ops if any(value.name == name for value in op.results)), None)
 
     def _operation(self, op: Op) -> None:
         if op.name == "incoming_gradient":

@@ -123,7 +123,7 @@ class _Mixed:
                 self._region(region, given, lows, beyond, kept) if mixed else region, name=name
             )
         variant = self.variants[key]
-        made = variant.forward.definitions() | {value.name: value for value in variant.params}
+        made = {**variant.forward.definitions(), **{value.name: value for value in variant.params}}
         for name, output in zip(call.results, variant.forward.outputs, strict=True):
             self.types[name] = made[output].type.dtype
         outputs = zip(call.results, region.forward.outputs, strict=True)

@@ -92,12 +92,11 @@ def coded(collective: Collective) -> str:
 
 def _makers(name: str, axis: str, graph: Graph, types: Mapping[str, TensorType]) -> list[Op]:
     """The operations whose results first became partial over the axis."""
-    made = {value.name: op for op in graph.ops for value in op.results}
+    makers = graph.makers()
     found: dict[int, Op] = {}
-    order = {id(op): index for index, op in enumerate(graph.ops)}
     todo, seen = [name], set[str]()
     while todo:
-        op = made.get(todo.pop())
+        op = makers.get(todo.pop())
         if op is None or id(op) in found:
             continue
         earlier = [ref for ref in op.refs() if ref in types and isinstance(types[ref].layout.placement(axis), Partial)]
@@ -108,21 +107,26 @@ def _makers(name: str, axis: str, graph: Graph, types: Mapping[str, TensorType])
             seen.update(earlier)
         else:
             found[id(op)] = op
-    return sorted(found.values(), key=lambda op: order[id(op)])
+    return _in_order(found, graph)
 
 
 def _readers(name: str, graph: Graph) -> list[Op]:
     """The operations that read a value, directly or through views."""
-    found: list[Op] = []
-    names = {name}
-    for op in graph.ops:
-        if names.isdisjoint(op.refs()):
-            continue
-        if op.name in _VIEWS:
-            names.update(value.name for value in op.results)
-        else:
-            found.append(op)
-    return found
+    readers = graph.readers()
+    found: dict[int, Op] = {}
+    names = [name]
+    for each in names:
+        for op in readers.get(each, ()):
+            if op.name in _VIEWS:
+                names += (value.name for value in op.results)
+            else:
+                found[id(op)] = op
+    return _in_order(found, graph)
+
+
+def _in_order(found: Mapping[int, Op], graph: Graph) -> list[Op]:
+    """Operations of a graph, by identity, in its order."""
+    return [op for op in graph.ops if id(op) in found] if len(found) > 1 else [*found.values()]
 
 
 def _listed(words: Iterable[str]) -> str:

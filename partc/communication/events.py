@@ -23,7 +23,6 @@ from partc.ir.program import (
     Program,
     Region,
     TensorType,
-    Value,
 )
 
 
@@ -185,7 +184,7 @@ class _Events:
         return self._entered_by_graph[key]
 
     def _of_graph(self, region: Region, graph: Graph) -> Iterator[Entered]:
-        values: dict[str, Value] = {value.name: value for value in region.params} | graph.definitions()
+        values = {**{value.name: value for value in region.params}, **graph.definitions()}
         types = {name: value.type for name, value in values.items()}
         for op in graph.ops:
             for name, axis, size, dtype in collectives_inside(op, types, self.program.sizes):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -114,7 +114,7 @@ class Match:
     bound: Bindings
     types: Mapping[str, TensorType]
     makers: Mapping[str, Op]
-    readers: Mapping[str, list[Op]]
+    readers: Mapping[str, Sequence[Op]]
     outputs: tuple[str, ...]
 
     def __getitem__(self, name: str) -> Any:

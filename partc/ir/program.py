@@ -207,7 +207,7 @@ def _renamed(arg: Arg, names: Mapping[str, str]) -> Arg:
     return arg
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Graph:
     """Straight-line code: inputs, operations in order, names of the outputs."""
 
@@ -215,20 +215,30 @@ class Graph:
     ops: tuple[Op, ...]
     outputs: tuple[str, ...]
 
-    def definitions(self) -> dict[str, Value]:
+    def definitions(self) -> Mapping[str, Value]:
         """Every value by name, inputs included."""
-        values = {value.name: value for value in self.inputs}
-        for op in self.ops:
-            for value in op.results:
-                values[value.name] = value
-        return values
+        return self._definitions
 
-    def makers(self) -> dict[str, Op]:
+    def makers(self) -> Mapping[str, Op]:
         """The operation that makes each value."""
+        return self._makers
+
+    def readers(self) -> Mapping[str, Sequence[Op]]:
+        """The operations that read each value, in order, each of them once."""
+        return self._readers
+
+    # Derived once: passes ask for each of many operations.
+    @cached_property
+    def _definitions(self) -> Mapping[str, Value]:
+        made = (value for op in self.ops for value in op.results)
+        return {value.name: value for value in (*self.inputs, *made)}
+
+    @cached_property
+    def _makers(self) -> Mapping[str, Op]:
         return makers(self.ops)
 
-    def readers(self) -> dict[str, list[Op]]:
-        """The operations that read each value, in order, each of them once."""
+    @cached_property
+    def _readers(self) -> Mapping[str, Sequence[Op]]:
         return readers(self.ops)
 
     def without_dead(self) -> Graph:

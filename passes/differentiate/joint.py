@@ -248,7 +248,7 @@ class _Reader:
     def __init__(self, region: Region, sizes: Sizes, behind: Set[fx.Node], zeros: Set[fx.Node]) -> None:
         """`behind` are the nodes that depend on gradients, `zeros` those that consist of zeros."""
         self._zeros = zeros
-        values = {value.name: value for value in region.params} | region.forward.definitions()
+        values = {**{value.name: value for value in region.params}, **region.forward.definitions()}
         self.types = {name: value.type for name, value in values.items()}
         self._sizes = sizes
         self._behind = behind

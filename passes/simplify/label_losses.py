@@ -9,7 +9,7 @@ The log-sum-exp of log-probabilities is 0, so their cross-entropy equals that of
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from partc import fuel
@@ -28,7 +28,7 @@ def label_losses(region: Region) -> Region:
 class _LabelLosses:
     given: Region
     types: dict[str, TensorType] = field(default_factory=dict)
-    made: dict[str, Op] = field(default_factory=dict)
+    made: Mapping[str, Op] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
 
     def region(self) -> Region:

@@ -133,8 +133,7 @@ KNOWN: tuple[Known, ...] = (
 class RaisedError(PartcError):
     """The error P0206 for an exception that forward itself raises: with other values, it may not.
 
-    `tests` is the number of tests whose outcomes lead to a `raise` or `assert` of the model; 0 for another exception,
-    which may be the trace's own.
+    `tests` is the number of tests whose outcomes lead to it.
     """
 
     tests: int = 0
@@ -155,7 +154,7 @@ def explained_error(
     """
     said = first_line(error)
     text = f"{type(error).__name__}: {said}"
-    known = None if raised_by_the_model(error) else next((e for e in KNOWN if re.search(e.pattern, text)), None)
+    known = None if _raised_by_the_model(error) else next((e for e in KNOWN if re.search(e.pattern, text)), None)
     if known is None:
         cause, help = f"forward raises {text}", _CHECK
     elif not known.cause:
@@ -197,7 +196,7 @@ def innermost_user_line(error: BaseException) -> Source | None:
     return None if source is None else replace(source, file=shortened(source.file))
 
 
-def raised_by_the_model(error: BaseException) -> bool:
+def _raised_by_the_model(error: BaseException) -> bool:
     """Whether the exception was raised outside torch, so that its message is the author's."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or is_machinery(frames[-1].filename):

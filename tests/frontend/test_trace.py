@@ -129,6 +129,25 @@ def test_a_loss_is_one_number(tmp_path: Path) -> None:
     assert loss.type.shape == ()
 
 
+class WithoutLength(tuple[int, ...]):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kinds = nn.Linear(3, 2), [WithoutLength((1, 2))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
+
+
+def test_attributes_may_be_tuples_whose_class_has_no_length() -> None:
+    """As the irreducible representations of e3nn."""
+    assert trace_model(Named, lambda: {"x": torch.randn(4, 3)}, name="net", mesh=ONE).program.loss
+
+
 class Tied(nn.Module):
     """Tied weights, a buffer, a frozen parameter and one that nothing reads."""
 

@@ -265,13 +265,16 @@ def comparable_copy(value: Any, kept: list[Any], depth: int, known: dict[int, An
     copy = lambda item: (  # noqa: E731
         _constant(item) if type(item) in _CONSTANTS else comparable_copy(item, kept, depth - 1, known)
     )
-    if depth and isinstance(value, Mapping | list | tuple | deque) and len(value) <= ITEMS:
+    sequence = next((kind for kind in (list, tuple, deque) if isinstance(value, kind)), None)
+    # The length of a subclass may raise, as that of e3nn's irreducible representations does.
+    count = sequence.__len__(value) if sequence else len(value) if isinstance(value, Mapping) else None
+    if depth and count is not None and count <= ITEMS:
         kept.append(value)
         known[id(value)] = ("again", id(value))  # it may contain itself
         if isinstance(value, Mapping):
             known[id(value)] = ("mapping", tuple((repr(key)[:200], copy(item)) for key, item in value.items()))
         else:
-            known[id(value)] = ("items", tuple(map(copy, value)))
+            known[id(value)] = ("items", tuple(map(copy, sequence.__iter__(value) if sequence else value)))
         return known[id(value)]
     if isinstance(value, set | frozenset) and len(value) <= ITEMS:
         return ("set", tuple(sorted(repr(item)[:200] for item in value)))

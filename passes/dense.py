@@ -395,9 +395,8 @@ class _Dense:
         whole = w.reshape(made.name, (*made.leading, *w.shape(made.name)[1:]), f"{op.result.name}_apart")
         for name in one.rest:
             self.plain(name)
-        equation = (
-            f"{','.join([f'{one.tokens}{one.expert}{one.outer}', *(letters[name] for name in one.rest)])}->{one.out}"
-        )
+        terms = [f"{one.tokens}{one.expert}{one.outer}", *(letters[name] for name in one.rest)]
+        equation = f"{','.join(terms)}->{one.out}"
         w.keep(replace(op, args=(equation, (Ref(whole), *map(Ref, one.rest))), attrs=()))
         return True
 

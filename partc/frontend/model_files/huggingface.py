@@ -151,10 +151,10 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
 
 
 def _check_quantities(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise PartcError P0231 for what transformers would only notice after much work, or by running other code."""
+    """Raise PartcError P0231 for numbers that cost transformers much work, and kernels that it would fetch and run."""
     for name, count, most in _counts(config):
         _expect(path, count <= most, f"{name} is more than {most:,}")
-    for kernel in _implementations(config):  # transformers fetches and runs others
+    for kernel in _implementations(config):
         _expect(path, kernel is None or kernel in _OWN, f"attn_implementation is none of {', '.join(_OWN)}")
 
 

@@ -42,12 +42,14 @@ OneTrace = tuple[Captured, Program, tuple[RandomBranch, ...]]
 Trace = Callable[[Excluded | None, Outcomes, Collection[str]], OneTrace]
 
 
-def trace_every_outcome(trace: Trace, excluded: Excluded | None) -> tuple[Captured, Program]:
-    """Trace a model, and both outcomes of its branches. Raises PartcError."""
+def trace_every_outcome(trace: Trace, excluded: Excluded | None, *, complete: bool = False) -> tuple[Captured, Program]:
+    """Trace a model, and both outcomes of its branches. If the traces have to be `complete`, an outcome behind which
+    forward raises is not left out. Raises PartcError.
+    """
     joined: set[str] = set()
     refusal: ChangedError | None = None
     while True:
-        traces = _Traces(lambda outcomes: trace(excluded, outcomes, joined))
+        traces = _Traces(lambda outcomes: trace(excluded, outcomes, joined), complete)
         try:
             return _joined_traces(traces)
         except ChangedError as error:
@@ -66,6 +68,7 @@ class _Traces:
     """The traces of a model by their outcomes, each made once."""
 
     anew: Callable[[Outcomes], OneTrace]
+    complete: bool
     first: Outcomes = ABOVE
     paths: JoinedPaths | None = None  # the traces of every path, if the first one raises
     made: dict[Outcomes, tuple[Captured, Program]] = field(default_factory=dict)
@@ -78,9 +81,12 @@ class _Traces:
         except RaisedError as error:
             if not error.tests:
                 raise
-        self.paths = join_paths(self.of)
+        self.paths = self.every_path()
         self.first = self.paths.paths[0]
         return self.of(self.first)
+
+    def every_path(self) -> JoinedPaths:
+        return join_paths(self.of, complete=self.complete)
 
     def of(self, outcomes: Outcomes) -> Branching:
         if outcomes not in self._branching:
@@ -178,7 +184,7 @@ def _joined(traces: _Traces, found: Branching) -> tuple[Joined, Program, tuple[s
     tell(PASSES, "every path through the branches is traced")
     try:
         with _unlogged():
-            paths = join_paths(traces.of)
+            paths = traces.every_path()
     except PartcError:
         raise refusal from None
     return _of_paths(traces, paths)

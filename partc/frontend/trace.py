@@ -226,7 +226,7 @@ def _with_equal_modules(trace: Trace) -> tuple[Captured, Program]:
     if not asked:
         raise refusal
     tell(PASSES, "the model is traced with is_compiling() returning True")
-    try:
-        return trace_every_outcome(trace, None)
+    try:  # forward may raise only because it is told that it is compiled
+        return trace_every_outcome(trace, None, complete=True)
     except PartcError as later:  # the refusal of an operation says more than a failure in code that asks
         raise (later if isinstance(refusal, RaisedError) else refusal) from None

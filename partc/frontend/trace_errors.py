@@ -133,10 +133,12 @@ KNOWN: tuple[Known, ...] = (
 class RaisedError(PartcError):
     """The error P0206 for an exception that forward itself raises: with other values, it may not.
 
-    `tests` is the number of tests whose outcomes lead to it.
+    `tests` is the number of tests whose outcomes lead to it. It is `doubtful` if the trace may have caused it by values
+    that stand for others, such as all rows in place of those of a mask.
     """
 
     tests: int = 0
+    doubtful: bool = False
 
 
 def explained_error(
@@ -154,7 +156,7 @@ def explained_error(
     """
     said = first_line(error)
     text = f"{type(error).__name__}: {said}"
-    known = None if _raised_by_the_model(error) else next((e for e in KNOWN if re.search(e.pattern, text)), None)
+    known = None if raised_by_the_model(error) else next((e for e in KNOWN if re.search(e.pattern, text)), None)
     if known is None:
         cause, help = f"forward raises {text}", _CHECK
     elif not known.cause:
@@ -196,7 +198,7 @@ def innermost_user_line(error: BaseException) -> Source | None:
     return None if source is None else replace(source, file=shortened(source.file))
 
 
-def _raised_by_the_model(error: BaseException) -> bool:
+def raised_by_the_model(error: BaseException) -> bool:
     """Whether the exception was raised outside torch, so that its message is the author's."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or is_machinery(frames[-1].filename):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import numpy as np
 import pytest
 import torch
@@ -618,8 +619,24 @@ def raising_in_torch(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return h.view(7, 9).mean() if torch.rand([]) >= 0.5 else h.mean()
 
 
-@pytest.mark.parametrize("step", [unlucky, unlucky_within, raising_in_torch])
-def test_an_outcome_of_a_random_number_is_not_left_out_because_forward_raises(step: Step) -> None:
+def three_rows(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Raises in the trace, in which all rows stand for the selected ones."""
+    h = net.layer(x)
+    return h[x[:, 1] > 0].view(3, 8).mean() if x[0, 0] > 0 else h.mean()
+
+
+def masked_in_traces(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """A mask that does not fit, and which a library only makes in traces."""
+    h = net.layer(x)
+    if not torch.compiler.is_compiling():
+        assert numpy.isfinite(h.detach().numpy()).all()
+    if x[0, 0] > 0:
+        h = h + torch.zeros(9, 8) if torch.compiler.is_compiling() else h.sin()
+    return h.mean()
+
+
+@pytest.mark.parametrize("step", [unlucky, unlucky_within, raising_in_torch, three_rows, masked_in_traces])
+def test_an_outcome_that_steps_have_is_not_left_out_because_forward_raises(step: Step) -> None:
     with pytest.raises(PartcError, match="does not trace") as found:
         traced(step)
     assert found.value.code == "P0206"

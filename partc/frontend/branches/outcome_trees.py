@@ -70,11 +70,13 @@ class JoinedPaths:
     assumed: tuple[Source, ...]
 
 
-def join_paths(trace: Callable[[Outcomes], Branching]) -> JoinedPaths:
-    """Trace every path, and join the traces. Raises PartcError P0206 if there are too many, or their results differ in
-    type.
+def join_paths(trace: Callable[[Outcomes], Branching], *, complete: bool) -> JoinedPaths:
+    """Trace every path, and join the traces. Unless they have to be `complete`, outcomes behind which forward raises
+    are left out.
+
+    Raises PartcError P0206 if there are too many paths, or their results differ in type.
     """
-    explored = _Explored(trace)
+    explored = _Explored(trace, complete)
     tree = explored.from_here(())
     joining = _Joining(tree.paths)
     ops, outputs = joining.behind(tree, None)
@@ -92,6 +94,7 @@ class _Explored:
     """The traces of paths so far."""
 
     trace: Callable[[Outcomes], Branching]
+    complete: bool
     count: int = 0
     assumed: dict[Source, None] = field(default_factory=dict)
 
@@ -139,10 +142,10 @@ class _Explored:
     def _assume(self, branch: RandomBranch, raised: RaisedError) -> None:
         """Note a branch of which forward raises on each path behind one outcome, as it does eagerly.
 
-        Raises that error as P0206 if the branch tests a random number, a flag or a counter: some step then has this
-        outcome.
+        Raises that error as P0206 if the branch tests a random number, a flag or a counter, as some step then has this
+        outcome; also if the trace may have caused the error, or may leave out no outcome.
         """
-        if not branch.of_values:
+        if self.complete or raised.doubtful or not branch.of_values:
             raise PartcError(raised.code, raised.cause, help=raised.help, source=raised.source) from raised
         if branch.source is not None:
             self.assumed[branch.source] = None

@@ -1,4 +1,4 @@
-"""A formatter of emitted lines: long lines are broken at their brackets, one item a line."""
+"""A formatter of emitted lines: long lines are broken at their brackets, one item per line."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ def _broken(line: str) -> list[str]:
 
 
 def _deletion(one: _Statement) -> list[str]:
-    """`del a, b` as `del (`, a name a line, `)`."""
+    """`del a, b` with the names in brackets, one per line."""
     if not (one.code.startswith("del ") and one.commas):
         return []
     return _exploded(one.indent, "del (", _items(one.code[4:], [comma - 4 for comma in one.commas]), ")")
 
 
 def _tuple_value(one: _Statement) -> list[str]:
-    """A tuple without brackets that is returned or assigned: in brackets, an item a line."""
+    """A tuple without brackets that is returned or assigned: in brackets, one item per line."""
     commas = [comma - one.value for comma in one.commas if comma >= one.value]
     if not one.value or all(one.value + comma == len(one.code) - 1 for comma in commas):
         return []
@@ -118,7 +118,7 @@ def _tuple_value(one: _Statement) -> list[str]:
 
 
 def _chain(one: _Statement) -> list[str]:
-    """A chain of method calls that is assigned: in brackets, a call a line."""
+    """An assigned chain of method calls: in brackets, one call per line."""
     links = _links(one.code, one.value, one.brackets) if one.targets else []
     if len(links) < 2:
         return []
@@ -130,8 +130,8 @@ def _chain(one: _Statement) -> list[str]:
 
 
 def _at_bracket(one: _Statement) -> list[str]:
-    """Code broken at its last pair of brackets, or a definition's first: the contents on one line, a clause of a
-    comprehension a line, or an item a line.
+    """Code broken at its last pair of brackets, or at a definition's first one: the contents on one line, or one clause
+    of a comprehension or one item per line.
     """
     indent, code = one.indent, one.code
     full = [each for each in one.brackets if each.end > each.start + 1 and len(indent) + each.start < WIDTH]
@@ -153,7 +153,7 @@ def _at_bracket(one: _Statement) -> list[str]:
 
 
 def _several_targets(one: _Statement) -> list[str]:
-    """`a, b = value` with the targets in brackets, one a line."""
+    """`a, b = value` with the targets in brackets, one per line."""
     if "," not in one.targets:
         return []
     targets = [target.strip() for target in one.targets.split(",") if target.strip()]
@@ -162,7 +162,7 @@ def _several_targets(one: _Statement) -> list[str]:
 
 
 def _long_value(one: _Statement) -> list[str]:
-    """A value that is returned or assigned, in brackets: on one line, or a term a line."""
+    """A returned or assigned value in brackets: on one line, or one term per line."""
     value = one.code[one.value :]
     if not one.value or len(one.indent) + len(one.code) <= WIDTH or " " not in value:
         return []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 
@@ -24,3 +24,12 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
                 setattr(owner, name, before[name])
             elif name in vars(owner):
                 delattr(owner, name)
+
+
+@contextmanager
+def all_replaced(places: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """A context in which attributes of several owners have other values: (owner, name, value)."""
+    with ExitStack() as stack:
+        for owner, name, value in [*places]:
+            stack.enter_context(replaced(owner, **{name: value}))
+        yield

@@ -297,7 +297,7 @@ class _ByRow:
 
 @dataclass(frozen=True, slots=True)
 class _Mixture:
-    """An einsum that multiplies tokens by the weights of experts, by the letters of its equation."""
+    """The operands and letters of an einsum that multiplies tokens by the weights of experts."""
 
     weights: str
     x: str  # the operand with the tokens

@@ -184,16 +184,15 @@ class _Events:
         return self._entered_by_graph[key]
 
     def _of_graph(self, region: Region, graph: Graph) -> Iterator[Entered]:
-        values = {**{value.name: value for value in region.params}, **graph.definitions()}
-        types = {name: value.type for name, value in values.items()}
+        types = region.types(graph)
         for op in graph.ops:
             for name, axis, size, dtype in collectives_inside(op, types, self.program.sizes):
                 yield Entered(op=name, axes=(axis,), shape=(size,), dtype=dtype, source=op.source)
             if op.name in ROUTED:
-                yield self._rows(op, values[next(op.refs())].type)
+                yield self._rows(op, types[next(op.refs())])
             elif op.name in MOVING:
                 attrs = dict(op.attrs)
-                operand = values[next(op.refs())].type
+                operand = types[next(op.refs())]
                 yield Entered(
                     op=op.name,
                     axes=(str(attrs.pop("axis")),),

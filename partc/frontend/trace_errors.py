@@ -156,7 +156,8 @@ def explained_error(
     """
     said = first_line(error)
     text = f"{type(error).__name__}: {said}"
-    known = None if raised_by_the_model(error) else next((e for e in KNOWN if re.search(e.pattern, text)), None)
+    own = _raised_by_the_model(error)
+    known = None if own else next((e for e in KNOWN if re.search(e.pattern, text)), None)
     if known is None:
         cause, help = f"forward raises {text}", _CHECK
     elif not known.cause:
@@ -182,8 +183,12 @@ def explained_error(
     source = user_line(error, path)
     if source is not None and inner is not None and shortened(source.file) != inner.file:
         cause += f" (in {inner})"
-    kind = RaisedError if known is None or not known.cause else PartcError
-    return kind("P0206", f"the model does not trace: {cause}", help=help, source=source)
+    cause = f"the model does not trace: {cause}"
+    if known is not None and known.cause:
+        return PartcError("P0206", cause, help=help, source=source)
+    raised = RaisedError("P0206", cause, help=help, source=source)
+    raised.doubtful = (selected or counted) and not own
+    return raised
 
 
 def _quoted(source: Source | None) -> str:
@@ -198,7 +203,7 @@ def innermost_user_line(error: BaseException) -> Source | None:
     return None if source is None else replace(source, file=shortened(source.file))
 
 
-def raised_by_the_model(error: BaseException) -> bool:
+def _raised_by_the_model(error: BaseException) -> bool:
     """Whether the exception was raised outside torch, so that its message is the author's."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or is_machinery(frames[-1].filename):

@@ -343,10 +343,13 @@ class Region:
             weight=self.weight and change(self.weight),
         )
 
+    def values(self, graph: Graph) -> dict[str, Value]:
+        """All values in a graph by name: parameters, inputs and results."""
+        return {**{value.name: value for value in self.params}, **graph.definitions()}
+
     def types(self, graph: Graph) -> dict[str, TensorType]:
-        """The types of all names in a graph: parameters, inputs and results."""
-        params = {value.name: value.type for value in self.params}
-        return params | {name: value.type for name, value in graph.definitions().items()}
+        """The types of all values in a graph."""
+        return {name: value.type for name, value in self.values(graph).items()}
 
 
 @lru_cache(maxsize=1024)

@@ -63,7 +63,7 @@ def _context(program: Program) -> tuple[object, ...]:
 
 def _defined_outputs(region: Region) -> list[Value]:
     """The outputs of a region that its graph defines."""
-    known = {**region.forward.definitions(), **{value.name: value for value in region.params}}
+    known = region.values(region.forward)
     return [known[name] for name in region.forward.outputs if name in known]
 
 

@@ -248,8 +248,7 @@ class _Reader:
     def __init__(self, region: Region, sizes: Sizes, behind: Set[fx.Node], zeros: Set[fx.Node]) -> None:
         """`behind` are the nodes that depend on gradients, `zeros` those that consist of zeros."""
         self._zeros = zeros
-        values = {**{value.name: value for value in region.params}, **region.forward.definitions()}
-        self.types = {name: value.type for name, value in values.items()}
+        self.types = region.types(region.forward)
         self._sizes = sizes
         self._behind = behind
         self._sources = {value.name: op.source for op in region.forward.ops for value in op.results}
@@ -257,7 +256,7 @@ class _Reader:
         self._holders: dict[str, fx.Node] = {}
         self._labels: dict[fx.Node, str] = {}
         # A gradient's name identifies its value: no other value may have it.
-        self._taken: set[str] = {*values, *(gradient_name(name) for name in values)}
+        self._taken: set[str] = {*self.types, *map(gradient_name, self.types)}
         self._gradients: dict[str, str] = {}  # name of a gradient -> the value to which it belongs
         self._known: set[str] = set()  # values whose layout is known from the forward pass
         self._made = dict(self.types)  # the types of all values that have been read

@@ -37,7 +37,7 @@ def with_fewer_saved(region: Region, sizes: Sizes) -> Region:
     made = {value.name for op in backward.ops for value in op.results}
     drawn = [op for op in backward.ops if op.name == "drawn"]
     there = set(region.saved) | params | {op.result.name for op in drawn}
-    values = {**{value.name: value for value in region.params}, **region.forward.definitions()}
+    values = region.values(region.forward)
     memory = memory_of(region.forward)
     alive = {memory[name] for name in region.forward.outputs if name in memory}  # readers of these may save them
     again: dict[str, Op] = {}

@@ -102,7 +102,7 @@ class ByAlias(nn.Module):
 
 
 def test_functions_may_be_applied_by_a_name_of_the_module() -> None:
-    """The name keeps torch's own `apply`. The trace recorded only forward's operations, and took their gradient."""
+    """A name such as `double = Double.apply` bypasses replacements of `apply`, and the function's backward was lost."""
     found = partc.compile(ByAlias, {"x": torch.randn(8, 6)}, mesh="dp=2", precision="fp64").verify(steps=2)
     assert found.ok, found.worst
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from partc.frontend.permissions import UNKNOWN_NUMBERS, permitted
 from partc.frontend.selections.row_counts import PartSize, RowCount
 from partc.frontend.selections.value_floats import ValueFloat, extreme, with_functions
+from partc.replaced import all_replaced
 from partc.torch_private import FakeTensor, said_class
 
 
@@ -164,13 +165,10 @@ def keeping_unknown_numbers(modules: Iterable[ModuleType]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _replacing(modules: Iterable[ModuleType], functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    given = [(vars(module), name) for module in modules for name in functions if name not in vars(module)]
-    for names, name in given:
-        names[name] = functions[name]
-    try:
-        yield
-    finally:
-        for names, name in given:
-            del names[name]
+def _replacing(
+    modules: Iterable[ModuleType], functions: Mapping[str, Callable[..., Any]]
+) -> AbstractContextManager[None]:
+    """A context in which modules that do not define these names have the functions."""
+    return all_replaced(
+        (home, name, function) for home in modules for name, function in functions.items() if name not in vars(home)
+    )

@@ -142,8 +142,8 @@ class _Explored:
     def _assume(self, branch: RandomBranch, raised: RaisedError) -> None:
         """Note a branch of which forward raises on each path behind one outcome, as it does eagerly.
 
-        Raises that error as P0206 if the branch tests a random number, a flag or a counter, as some step then has this
-        outcome; also if the trace may have caused the error, or may leave out no outcome.
+        Raises P0206 instead if a step may have this outcome: if the branch tests a random number, a flag or a counter,
+        if the trace itself may have caused the error, or if no outcome may be left out.
         """
         if self.complete or raised.doubtful or not branch.of_values:
             raise PartcError(raised.code, raised.cause, help=raised.help, source=raised.source) from raised

@@ -35,7 +35,7 @@ from partc.frontend.state.frozen_state import StateWatch
 from partc.frontend.state.kept_attributes import kept_attributes
 from partc.frontend.state.replaced_buffers import Buffers, registering
 from partc.frontend.state.weight_identity import ConstructedWeights
-from partc.frontend.trace_errors import RaisedError, explained_error, raised_by_the_model
+from partc.frontend.trace_errors import RaisedError, explained_error
 from partc.frontend.traceable_forms.assignments import traceable_assignments
 from partc.frontend.traceable_forms.masked_spans import traceable_spans
 from partc.frontend.traceable_forms.untraceable_modules import untraceable_modules
@@ -200,8 +200,6 @@ class TracedStep(nn.Module):
                     )
                 else:
                     explained.tests = values.test_count
-                    stood_in = values.selections.any or bool(values.selections.numbers)
-                    explained.doubtful = stood_in and not raised_by_the_model(error)
             raise explained from error
         values.copies.check()
         for sentence in values.sentences:

@@ -12,7 +12,7 @@ Jacobian is a gradient within the model's own trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from partc.errors import PartcError
 from partc.frontend.repeats.module_rows import WholeTrace
 from partc.frontend.strided_views import SLICED
-from partc.replaced import replaced
+from partc.replaced import all_replaced
 from partc.rules.derivatives import differentiable_derivatives
 from partc.torch_private import (
     TRANSFORMS,
@@ -45,10 +45,10 @@ def following_transforms(*, whole: bool) -> Iterator[None]:
     Raises PartcError P0216 for jacrev outside another transform. Unless the trace is `whole`, gradients raise
     WholeTrace: calls that the trace leaves out have none.
     """
-    with ExitStack() as stack:
-        for name, (module, attribute) in TRANSFORMS.items():
-            followed = _followed(name, getattr(module, attribute), whole)
-            stack.enter_context(replaced(module, **{attribute: followed}))
+    with all_replaced(
+        (module, attribute, _followed(name, getattr(module, attribute), whole))
+        for name, (module, attribute) in TRANSFORMS.items()
+    ):
         yield
 
 

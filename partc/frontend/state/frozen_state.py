@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ from partc.frontend.state.opposite_numbers import opposite
 from partc.frontend.state.stateful_code import CLOCKS, may_keep_state, stateful_lines, user_modules
 from partc.frontend.state.trace_comparison import TracedNode, effects_signature, first_difference
 from partc.installed import is_installed, line_of, shortened, user_frame
-from partc.replaced import replaced
+from partc.replaced import all_replaced, replaced
+from partc.runtime.train.data import seeded_outside_torch
 from partc.torch_private import without_modes
 
 DEPTH, ITEMS = 8, 1 << 16
@@ -265,16 +267,14 @@ def comparable_copy(value: Any, kept: list[Any], depth: int, known: dict[int, An
     copy = lambda item: (  # noqa: E731
         _constant(item) if type(item) in _CONSTANTS else comparable_copy(item, kept, depth - 1, known)
     )
-    sequence = next((kind for kind in (list, tuple, deque) if isinstance(value, kind)), None)
-    # The length of a subclass may raise, as that of e3nn's irreducible representations does.
-    count = sequence.__len__(value) if sequence else len(value) if isinstance(value, Mapping) else None
-    if depth and count is not None and count <= ITEMS:
+    items = _items(value) if depth else None
+    if items is not None and len(items) <= ITEMS:
         kept.append(value)
         known[id(value)] = ("again", id(value))  # it may contain itself
         if isinstance(value, Mapping):
-            known[id(value)] = ("mapping", tuple((repr(key)[:200], copy(item)) for key, item in value.items()))
+            known[id(value)] = ("mapping", tuple((repr(key)[:200], copy(item)) for key, item in items))
         else:
-            known[id(value)] = ("items", tuple(map(copy, sequence.__iter__(value) if sequence else value)))
+            known[id(value)] = ("items", tuple(map(copy, items)))
         return known[id(value)]
     if isinstance(value, set | frozenset) and len(value) <= ITEMS:
         return ("set", tuple(sorted(repr(item)[:200] for item in value)))
@@ -285,6 +285,17 @@ def comparable_copy(value: Any, kept: list[Any], depth: int, known: dict[int, An
         inside = ((name, copy(item)) for name, item in vars(value).items() if name[:2] != "__")
         known[id(value)] = ("object", id(value), tuple(inside))
     return known[id(value)]
+
+
+def _items(value: Any) -> list[Any] | None:
+    """The first ITEMS + 1 items of a list, tuple, deque or mapping; None for other values.
+
+    Subclasses may define no length, as e3nn's irreducible representations do.
+    """
+    if isinstance(value, Mapping):
+        return [*islice(value.items(), ITEMS + 1)]
+    kind: Any = next((kind for kind in (list, tuple, deque) if isinstance(value, kind)), None)
+    return None if kind is None else [*islice(kind.__iter__(value), ITEMS + 1)]
 
 
 def _constant(value: Any) -> tuple[str, str]:
@@ -569,23 +580,9 @@ def other_times(state: State, seed: int) -> Iterator[None]:
     by_identity = {id(clock): name for name, clock in originals.items()}
     for home in state.modules:
         places += [(home, name) for name, value in vars(home).items() if id(value) in by_identity]
-    before = [(home, name, getattr(home, name)) for home, name in places]
-    drawn = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numbers = numpy.random.get_state() if numpy is not None else None
-    random.seed(seed)
-    if numpy is not None:
-        numpy.random.seed(seed)
-    try:
-        for home, name, clock in before:
-            setattr(home, name, shifted[by_identity[id(clock)]])
+    clocks = [(home, name, shifted[by_identity[id(getattr(home, name))]]) for home, name in places]
+    with seeded_outside_torch(seed), all_replaced(clocks):
         yield
-    finally:
-        for home, name, clock in before:
-            setattr(home, name, clock)
-        random.setstate(drawn)
-        if numpy is not None:
-            numpy.random.set_state(numbers)
 
 
 def _shifted_clock(clock: Any, shift: float, name: str) -> Any:

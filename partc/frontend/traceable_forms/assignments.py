@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partc.replaced import all_replaced
+
 _NAME = "linear_sum_assignment"
 
 
@@ -28,16 +30,11 @@ def traceable_assignments(modules: Iterable[ModuleType]) -> Iterator[None]:
     if plain is None:
         yield
         return
-    own = [(vars(home), name) for home in modules for name, value in vars(home).items() if value is plain]
-    named = [vars(home) for home in [*sys.modules.values()] if isinstance(home, ModuleType)]
-    places = [*own, *((names, _NAME) for names in named if names.get(_NAME) is plain)]
-    for names, name in places:
-        names[name] = _of_tensors(plain)
-    try:
+    own = [(home, name) for home in modules for name, value in vars(home).items() if value is plain]
+    loaded = [home for home in [*sys.modules.values()] if isinstance(home, ModuleType)]
+    named = [(home, _NAME) for home in loaded if vars(home).get(_NAME) is plain]
+    with all_replaced((home, name, _of_tensors(plain)) for home, name in (*own, *named)):
         yield
-    finally:
-        for names, name in places:
-            names[name] = plain
 
 
 def _of_tensors(plain: Callable[..., Any]) -> Callable[..., Any]:

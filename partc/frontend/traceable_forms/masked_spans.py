@@ -15,24 +15,20 @@ from types import FunctionType
 import torch
 from torch import Tensor, nn
 
+from partc.replaced import all_replaced
+
 _NAME = "_compute_mask_indices"
 
 
 @contextmanager
 def traceable_spans(modules: Iterable[nn.Module]) -> Iterator[None]:
     """A context in which modules draw masks of spans with `masked_spans`."""
-    kinds = {part.__class__ for part in modules}
-    files = {kind.__module__: vars(sys.modules[kind.__module__]) for kind in kinds}
-    replaced = [(names, plain) for names in files.values() if isinstance(plain := names.get(_NAME), FunctionType)]
-    for names, _ in replaced:
-        names[_NAME] = masked_spans
-    try:
-        with warnings.catch_warnings():  # models copy the mask into a tensor
-            warnings.filterwarnings("ignore", "To copy construct from a tensor", UserWarning)
-            yield
-    finally:
-        for names, plain in replaced:
-            names[_NAME] = plain
+    homes = [sys.modules[name] for name in sorted({part.__class__.__module__ for part in modules})]
+    drawing = [home for home in homes if isinstance(vars(home).get(_NAME), FunctionType)]
+    with all_replaced((home, _NAME, masked_spans) for home in drawing), warnings.catch_warnings():
+        # Models copy the mask into a tensor.
+        warnings.filterwarnings("ignore", "To copy construct from a tensor", UserWarning)
+        yield
 
 
 def masked_spans(

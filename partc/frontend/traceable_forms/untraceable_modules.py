@@ -7,23 +7,21 @@ nn.AdaptiveLogSoftmaxWithLoss       every cluster computes all rows; torch selec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partc.replaced import replaced
+from partc.replaced import all_replaced
 from partc.torch_private import AdaptiveLosses, BatchNorm
 
 
 @contextmanager
 def untraceable_modules() -> Iterator[None]:
     """A context in which these modules run the forward passes of this file."""
-    with ExitStack() as stack:
-        for kind, forward in _FORWARD.items():
-            stack.enter_context(replaced(kind, forward=forward(vars(kind)["forward"])))
+    with all_replaced((kind, "forward", forward(vars(kind)["forward"])) for kind, forward in _FORWARD.items()):
         yield
 
 

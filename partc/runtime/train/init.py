@@ -1,6 +1,6 @@
 """Initial parameters, equal to those of the single-device model after `torch.manual_seed(seed)`.
 
-The generators of Python and NumPy have the same seed, so that all ranks build one model.
+Python's and NumPy's generators get the same seed, so that all ranks build the same model.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def state_dtypes(module: ModuleType, options: Mapping[str, Any]) -> dict[str, to
 
 
 def state_entries(module: ModuleType, options: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, str]]:
-    """The dtypes of `state_dtypes`, each with the name of the parameter or buffer that the entry holds, as hooks may
+    """The dtype of each entry of the state dict, and the name of the parameter or buffer that it holds, as hooks may
     rename entries. The name is empty for a tensor that the state dict computes.
     """
     try:

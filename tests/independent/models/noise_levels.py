@@ -1,5 +1,5 @@
-"""Noise of a level that each example draws: the level's place is found in a table of times, and listed, as in the training
-scripts of diffusers.
+"""A noise level drawn for each example: its index is looked up in a table of times, and a list of indices reads the levels,
+as in the training scripts of diffusers.
 """
 
 import torch

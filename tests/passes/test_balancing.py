@@ -14,7 +14,7 @@ from torch import Tensor
 
 import partc
 from partc.errors import PartcError
-from partc.frontend.gradients import own_backward
+from partc.frontend.gradients import own_functions
 from partc.ir.parser import parse
 from partc.ir.printer import print_program
 from partc.package.verify import verify
@@ -164,7 +164,7 @@ def test_recomputation_sees_the_scales_and_shapes_of_the_first_time(tmp_path: Pa
 
 @pytest.mark.slow
 def test_an_attached_loss_does_not_grow_with_the_microbatches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(own_backward, "fitted_gradient", lambda gradient, x, parts: gradient.detach())
+    monkeypatch.setattr(own_functions, "fitted_gradient", lambda gradient, x, parts: gradient.detach())
     package = _compiled("attached switch", {"mesh": "1", "microbatches": 2})
     assert not verify(package.write(tmp_path / "build"), steps=1, virtual=True).ok
 

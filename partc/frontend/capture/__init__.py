@@ -34,7 +34,8 @@ from partc.frontend.capture.built_model import (
     walkable,
 )
 from partc.frontend.capture.traced_step import Loss, TracedModel, TracedStep, TraceFindings
-from partc.frontend.gradients.own_backward import following_own_backward, module_hooks, own_hooks
+from partc.frontend.gradients.hooks import module_hooks, own_hooks
+from partc.frontend.gradients.own_backward import following_own_backward
 from partc.frontend.gradients.transforms import following_transforms
 from partc.frontend.permissions import LARGEST_NUMBERS, permitted
 from partc.frontend.repeats.marks import CallMark, Excluded, ModuleTree, Repeats

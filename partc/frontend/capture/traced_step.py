@@ -19,7 +19,7 @@ from partc.frontend.branches.builtin_numbers import keeping_unknown_numbers, usi
 from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.branches.outcomes import Outcomes
 from partc.frontend.branches.value_branches import ValueWatch
-from partc.frontend.gradients.own_backward import Hook
+from partc.frontend.gradients.hooks import Hook
 from partc.frontend.model_precision import computing_in
 from partc.frontend.repeats.copied_calls import UncopiedError
 from partc.frontend.repeats.marks import Repeats

@@ -342,6 +342,7 @@ _TABLE: Mapping[str, Emit] = {
     "logical_not": _function("torch.logical_not"),
     "maximum": _function("torch.maximum"),
     "minimum": _function("torch.minimum"),
+    "count_nonzero": _function("torch.count_nonzero"),
     "where": _where,
     "masked_fill": _method("masked_fill"),
     "silu": _function("F.silu"),

@@ -1,11 +1,11 @@
 """Read a 16-bit value itself, where an fp32 copy of it is only rounded back to 16 bits.
 
-    grad_out_2 = to(grad_out_2_bf16, <f32>)       # f32[8, 4, 8]
-    grad_x_1   = to(grad_out_2, <bf16>)           # bf16[8, 4, 8]
-    grad_x_3   = add(grad_x_1, grad_x_2)          # bf16[8, 4, 8]
+    grad_out = to(grad_out_bf16, <f32>)           # f32[8, 4, 8]
+    grad_x_1 = to(grad_out, <bf16>)               # bf16[8, 4, 8]
+    grad_x_3 = add(grad_x_1, grad_x_2)            # bf16[8, 4, 8]
   ->
-    grad_out_2 = to(grad_out_2_bf16, <f32>)       # f32[8, 4, 8]
-    grad_x_3   = add(grad_out_2_bf16, grad_x_2)   # bf16[8, 4, 8]
+    grad_out = to(grad_out_bf16, <f32>)           # f32[8, 4, 8]
+    grad_x_3 = add(grad_out_bf16, grad_x_2)       # bf16[8, 4, 8]
 
 Views between the two casts are taken of the 16-bit value; a copy that nothing else reads is dropped. Such pairs arise
 in backward passes of sums that mixed precision computes in fp32. Rounding a number that has 16 bits to 16 bits does not

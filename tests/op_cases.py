@@ -464,6 +464,7 @@ def reduction_cases() -> list[Case]:
     ]
     found += [case(name, x, [1], True) for name in ("amax", "amin", "mean", "logsumexp")]
     found += [case(name, x) for name in ("mean", "max", "min", "any", "all", "prod", "argmax", "var", "std")]
+    found += [case("count_nonzero", x), case("count_nonzero", x, [0, 2])]
     found += [
         case("argmax", x, 1),
         case("argmin", x, 1, True),

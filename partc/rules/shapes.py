@@ -79,7 +79,7 @@ def masked_fill(op: Op, types: Types) -> OpRule:
 
 
 def reduction(op: Op, types: Types) -> OpRule:
-    """sum(x, dims, keepdim): the summed dimensions are contracted."""
+    """sum(x, dims, keepdim), count_nonzero(x, dims): the reduced dimensions are contracted."""
     return _reduced(op, types, 1, contracted=True)
 
 
@@ -104,7 +104,7 @@ def _reduced(op: Op, types: Types, index: int, *, contracted: bool) -> OpRule:
     wide = tuple(() if i in reduced else dim for i, dim in enumerate(dims))
     results = [wide if len(value.type.shape) == len(shape) else kept for value in op.results]
     blocked = () if contracted else tuple(f"d{i}" for i in reduced)
-    return make([(dims, types[0])], results, sizes, blocked=blocked, linear=[(0,)] if contracted else [])
+    return make([(dims, types[0])], results, sizes, blocked=blocked, linear=[(0,)] if op.name == "sum" else [])
 
 
 def whole_dims(index: int, name: str = "dim", *, linear: bool = False, default: Arg = -1) -> Builder:

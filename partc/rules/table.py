@@ -319,6 +319,7 @@ rule(
 
 # Along dimensions
 build("sum", shapes.reduction, precision="high")
+build("count_nonzero", shapes.reduction)
 build("mean prod var std logsumexp", shapes.whole_reduction(), precision="high")
 build("amax amin max min argmax argmin any all", shapes.whole_reduction())
 build("norm linalg_vector_norm", shapes.whole_reduction(2), precision="high")

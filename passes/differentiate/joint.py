@@ -77,7 +77,7 @@ def split(traced: fx.Graph, region: Region, roots: frozenset[str], live: set[str
     ops = (*ops, *(reader.alias(was, now) for was, now in again.items()))
     returned = tuple(was if was in again else now for was, now in pairs)
     # Values that equal each other here may have differed in gradients, such as a value and its detached copy.
-    forward, same = _merged(needed(ops, returned), kept=frozenset(returned))
+    forward, same = _merged(needed(ops, returned), reader.types, kept=frozenset(returned))
     ops = tuple(op.renamed(same) for op in ops)
     origins = ((name, reader.name_of(node)) for name, node in wanted.items())
     sources = {name: same.get(origin, origin) for name, origin in origins}
@@ -194,7 +194,7 @@ def _backward(
     computes from constants are computed again, not saved.
     """
     made = {value.name for op in forward if any(True for _ in op.refs()) for value in op.results}
-    merged, same = _merged(needed(ops, sources.values(), given=made | given))
+    merged, same = _merged(needed(ops, sources.values(), given=made | given), reader.types)
     sources = {name: same.get(source, source) for name, source in sources.items()}
     finals = tuple(
         Op(
@@ -208,23 +208,31 @@ def _backward(
     return merged, finals
 
 
-def _merged(ops: Iterable[Op], *, kept: Set[str] = frozenset()) -> tuple[tuple[Op, ...], dict[str, str]]:
-    """Merge equal operations, such as those that compute the gradients of both factors of `x * x`.
+def _merged(
+    ops: Iterable[Op], types: Mapping[str, TensorType], *, kept: Set[str] = frozenset()
+) -> tuple[tuple[Op, ...], dict[str, str]]:
+    """Merge equal operations, such as those that compute the gradients of both factors of `x * x`. Also replace
+    `where(test, x, x)` by `x`: a branch that passes no gradients to `x` when it is not taken reads it by such a choice.
 
-    Operations with a result in `kept` are left. Returns the operations that are left, and the remaining name of each
-    value that was merged.
+    Operations with a result in `kept` are left. `types` are those of the forward values. Returns the operations that
+    are left, and the remaining name of each value that was merged.
     """
-    known: dict[tuple[object, ...], Op] = {}
+    known: dict[tuple[object, ...], tuple[str, ...]] = {}
     same: dict[str, str] = {}
     left: list[Op] = []
     for op in ops:
         op = op.renamed(same)
-        alone = op.name in RANDOM or op.body or any(value.name in kept for value in op.results)
-        first = op if alone else known.setdefault(op.content, op)
-        if first is op or not fuel.may_rewrite("equal operation", op.source):
+        made = first = tuple(value.name for value in op.results)
+        if op.name not in RANDOM and not op.body and kept.isdisjoint(made):
+            match op.name, op.args:
+                case "where", (_, Ref(one), Ref(other)) if one == other and types.get(one) == op.result.type:
+                    first = (one,)
+                case _:
+                    first = known.setdefault(op.content, made)
+        if first is made or not fuel.may_rewrite("equal operation", op.source):
             left.append(op)
         else:
-            same.update((new.name, old.name) for new, old in zip(op.results, first.results, strict=True))
+            same.update(zip(made, first, strict=True))
     return tuple(left), same
 
 

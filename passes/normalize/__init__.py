@@ -245,6 +245,17 @@ def _reduction(w: Writer, op: Op) -> None:
     w.add(op, "sum" if op.name == "sum" else op.name, (_as_float(w, op), dims, keep))
 
 
+def _any_or_all(w: Writer, op: Op) -> None:
+    """Test the number of nonzero elements, where all are tested: ranks exchange numbers instead of their elements."""
+    shape = w.shape(op.args[0])
+    if op.result.type.shape or not shape:
+        IDENTITIES["any"](w, op)
+        return
+    count = w.value(f"{op.result.name}_count", (), "i64")
+    found = w.add(op, "count_nonzero", (op.args[0], tuple(range(len(shape)))), count)
+    w.add(op, *(("gt", (found, 0)) if op.name == "any" else ("eq", (found, math.prod(shape)))))
+
+
 def _as_float(w: Writer, op: Op) -> Arg:
     """The operand, cast to the dtype of the reduction's result."""
     dtype = op.result.type.dtype
@@ -471,6 +482,7 @@ REWRITES: Mapping[str, Rewrite] = {
     # reductions
     "mean": _mean,
     **_shared_rewrite("sum amax amin", _reduction),
+    **_shared_rewrite("any all", _any_or_all),
     **_shared_rewrite("softmax log_softmax _softmax _log_softmax", _softmax),
     # composites
     "scaled_dot_product_attention": attention,

@@ -70,4 +70,7 @@ IDENTITIES: Mapping[str, Rewrite] = {
     **dict.fromkeys(("add", "sub"), _neutral(0)),
     **dict.fromkeys(("mul", "div", "pow"), _neutral(1)),
     "clamp": _clamp,
+    # A boolean is its own test, and one element is any of its elements.
+    "ne": _dropped(lambda op, _: op.args[1] == 0),
+    **dict.fromkeys(("any", "all"), _dropped(lambda _, shape: not shape)),
 }

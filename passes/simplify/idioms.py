@@ -13,6 +13,8 @@
     t = cat((a, b), 0)
     y = slice(t, 0, 0, 2)          # within a                                    ->    y = slice(a, 0, 0, 2)
 
+    y = add(full((4, 8), 0), x)                                              ->    y = x
+
 A single operation has its own derivative and saves only its operand. The maximum that a softmax subtracts cancels, and
 so does its gradient, however it is distributed among equal maxima. A quotient without the subtraction overflows for
 large numbers, so it is not rewritten as a softmax.
@@ -24,6 +26,7 @@ from dataclasses import replace
 
 from partc.ir.patterns import Match, Pattern, Rewrite
 from partc.ir.program import Arg, Op, Ref
+from partc.rules.kernels import CONSTANTS, fill
 from partc.rules.shapes import slice_bounds
 
 
@@ -139,6 +142,17 @@ def _part_of_whole(match: Match) -> Op | None:
     return None
 
 
+def _sum_with_zeros(match: Match) -> Op | None:
+    """A value that is added to zeros as itself; layers that sum parts in place begin with zeros."""
+    root, x = match.root, match["x"]
+    zeros = match.makers.get(match["zeros"].name) if isinstance(match["zeros"], Ref) else None
+    if root.attrs or zeros is None or zeros.name not in CONSTANTS or fill(zeros) != 0:
+        return None
+    if not isinstance(x, Ref) or match.types[x.name] != root.result.type:
+        return None
+    return replace(root, name="reshape", args=(x, root.result.type.shape))
+
+
 def _partial_rotary(match: Match) -> Op | None:
     """A rotation of the first elements of each row, with the others unchanged."""
     type, head, tail = match.root.result.type, _part(match, match["x"]), _part(match, match["rest"])
@@ -197,6 +211,7 @@ _RMS_NORMS = (
 )
 
 IDIOMS = (
+    Rewrite(name="sum with zeros", pattern=Pattern("add(x, zeros)"), instead=_sum_with_zeros),
     Rewrite(name="part", pattern=Pattern("slice((whole := cat(parts, dim)), *cut)"), instead=_part_of_whole),
     Rewrite(
         name="grouped heads",

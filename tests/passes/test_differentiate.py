@@ -88,3 +88,25 @@ def test_derivatives_contain_no_first_powers() -> None:
     powers = [op for graph in graphs for op in graph.ops if op.name == "pow"]
     assert graphs and not powers
     assert package.verify(steps=2).ok
+
+
+class Branching(nn.Module):
+    """A branch on values, whose gradients pass to its weight only where it is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x > 100).any():
+            x = x @ self.weight
+        return (x * self.weight.sum()).mean()
+
+
+def test_forward_graphs_choose_between_different_values_alone() -> None:
+    package = partc.compile(Branching(), {"x": torch.ones(4, 4)}, mesh="dp=2", precision="fp64")
+    graphs = [graph for region in package.program.regions for graph in (region.forward, region.backward) if graph]
+    choices = [op for graph in graphs for op in graph.ops if op.name == "where"]
+    assert len(choices) == 3, "the product or its operand, and the gradients of both or zeros"
+    assert all(op.args[1] != op.args[2] for op in choices)
+    assert package.verify(steps=2).ok

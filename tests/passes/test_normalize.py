@@ -202,7 +202,18 @@ FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
         [*["full"] * 6, "cat", "mul"],
     ),
     "counted": (lambda m, x: (x * torch.tensor([0, 1, 2, 3, 4, 5])).sum(), ["arange", "mul"]),
-    "repeated number": (lambda m, x: (x * x.new_ones(6) + torch.zeros_like(x)).sum(), ["full", "mul", "full", "add"]),
+    "repeated number": (lambda m, x: (x * x.new_ones(6) + torch.ones_like(x)).sum(), ["full", "mul", "full", "add"]),
+    "sum with zeros": (lambda m, x: (torch.zeros_like(x) + 2 * x).sum(), ["mul"]),
+    "zeros that broadcast": (lambda m, x: (x.new_zeros(4, 1, 6) + x[0]).sum(), ["full", "slice", "reshape", "add"]),
+    "any element": (lambda m, x: torch.where((x > 1).any(), x, -x).sum(), [
+        "gt", "count_nonzero", "gt", "neg", "where",
+    ]),
+    "all elements": (lambda m, x: torch.where((x > 1).all(), x, -x).sum(), [
+        "gt", "count_nonzero", "eq", "neg", "where",
+    ]),
+    "test of a test": (lambda m, x: torch.where((x.sum() > 1).ne(0).any(), x, -x).sum(), [
+        "sum", "gt", "neg", "where",
+    ]),
     "tanh gelu": (
         lambda m, x: (0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))).sum(),
         ["gelu"],

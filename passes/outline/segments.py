@@ -90,19 +90,26 @@ def _own_views(body: list[ModuleSegment], main: Region, fills: set[str]) -> list
                     own[op.result.name] = op
         if len(own) < len(segment.ops):
             views |= own
+    return [replace(each, ops=with_views(each.ops, views)) for each in without_views(body, views)]
+
+
+def without_views(body: Sequence[ModuleSegment], views: Mapping[str, Op]) -> list[ModuleSegment]:
+    def without(segment: ModuleSegment) -> tuple[Op, ...]:
+        return tuple(op for op in segment.ops if not any(value.name in views for value in op.results))
+
+    return [replace(segment, ops=without(segment)) for segment in body]
+
+
+def with_views(ops: Sequence[Op], views: Mapping[str, Op]) -> tuple[Op, ...]:
+    """The operations, with the views that each reads first in front of it."""
     order = {name: index for index, name in enumerate(views)}
-    found = []
-    for segment in body:
-        made: set[str] = set()
-        ops: list[Op] = []
-        for op in segment.ops:
-            if any(value.name in views for value in op.results):
-                continue
-            first = sorted(_slice(list(op.refs()), views, made), key=lambda view: order[view.result.name])
-            made.update(view.result.name for view in first)
-            ops += [*first, op]
-        found.append(replace(segment, ops=tuple(ops)))
-    return found
+    made: set[str] = set()
+    found: list[Op] = []
+    for op in ops:
+        first = sorted(_slice(list(op.refs()), views, made), key=lambda view: order[view.result.name])
+        made.update(view.result.name for view in first)
+        found += [*first, op]
+    return tuple(found)
 
 
 def _shared(segments: list[ModuleSegment], free: set[str], outputs: set[str]) -> set[str]:

@@ -9,20 +9,26 @@ A call stores the new value of a buffer when it ends.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from partc.ir.naming import unique
 from partc.ir.program import Op, Ref, Region
-from partc.passes.outline.segments import ModuleSegment
+from partc.passes.outline.segments import ModuleSegment, with_views, without_views
 
 
 def move_updates_ahead(body: Sequence[ModuleSegment], main: Region, written: Mapping[str, str]) -> list[ModuleSegment]:
     """Move operations that only updates need to the first segments in which they can be computed.
 
     An update that reads only its buffer, such as a counter's, is computed where the buffer is read first. A pipeline
-    can then be cut between readers of buffers. `written` maps each next value to its buffer.
+    can then be cut between readers of buffers. `written` maps each next value to its buffer. Views that several
+    segments compute stay with all their readers.
     """
+    every = [op for segment in body for op in segment.ops]
+    counts = Counter(value.name for op in every for value in op.results)
+    views = {op.result.name: op for op in every if any(counts[value.name] > 1 for value in op.results)}
+    body = without_views(body, views)
     ops = [op for segment in body for op in segment.ops]
     needed = _needed(ops, set(main.forward.outputs).difference(written))
     home = {value.name: index for index, segment in enumerate(body) for op in segment.ops for value in op.results}
@@ -33,7 +39,7 @@ def move_updates_ahead(body: Sequence[ModuleSegment], main: Region, written: Map
     for index, segment in enumerate(body):
         stay = tuple(op for op in segment.ops if place.get(id(op), index) == index)
         more = tuple(op for op in moving if place.get(id(op)) == index and home[op.results[0].name] != index)
-        found.append(replace(segment, ops=(*stay, *more)))
+        found.append(replace(segment, ops=with_views((*stay, *more), views)))
     return [segment for segment in found if segment.ops]
 
 

@@ -382,6 +382,27 @@ def test_every_changed_buffer_has_a_next_value_of_its_own() -> None:
     assert len(program.updates) == len({value for _, value in program.updates}) == 6
 
 
+class Counting(nn.Module):
+    """Counts the rows of each bin in a buffer, as routers with a bias in place of a loss do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bins, self.out = nn.Linear(6, 3), nn.Linear(6, 6)
+        self.register_buffer("counts", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        best = self.bins(x).argmax(-1)
+        self.counts += torch.zeros(3).scatter_add(0, best, torch.ones(len(x)))
+        return x + self.out(x)
+
+
+def test_moved_updates_leave_shared_fills_with_their_readers() -> None:
+    """Updates of a pipeline's buffers are moved; each counts by the same zeros and ones."""
+    program = outlined(lambda: Net(nn.Sequential(Counting(), Counting(), Counting())), X, stages=2)
+    (body,) = {call.region for call in program.calls if call.name.startswith("body")}
+    assert [op.name for op in program.region(body).forward.ops].count("full") == 2
+
+
 class Weights(nn.Module):
     """No modules inside."""
 

@@ -270,9 +270,10 @@ class _Experts:
         for index in products:
             product = _read(self.ops[index])
             assert product is not None
-            count = self._experts_per_rank(product.weights)
-            if count % self.ways:
-                raise self._refused(self.ops[index], f"{count} experts do not divide over {self.axis}={self.ways}")
+            if self._experts_per_rank(product.weights) % self.ways:
+                count, axes = self.types[product.weights].shape[0], (*sorted(self.earlier), self.axis)
+                over = ", ".join(f"{axis}={self.sizes[axis]}" for axis in axes)
+                raise self._refused(self.ops[index], f"{count} experts do not divide over {over}")
             self._record_weight(product.weights, index, Shard(0))
         return _Chain(chosen, tuple(sorted(between)), products)
 

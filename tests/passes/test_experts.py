@@ -564,6 +564,7 @@ def test_a_package_that_drops_rows_is_not_compared_with_the_model(tmp_path: Path
         ("stack.py", "dp=2,tp=2", "ep=2@tp", "no experts in a form"),
         ("stack.py", "tp=4", "ep=2@tp", "no experts in a form"),
         ("moe.py", "ep=3,dp=2", None, "8 experts do not divide over ep=3"),
+        ("moe.py", "dp=4,tp=4", "ep=16@dp,tp", "8 experts do not divide over ep=4, tp=4"),
     ],
 )
 def test_models_without_experts_for_it_are_refused(model: str, mesh: str, experts: str | None, cause: str) -> None:

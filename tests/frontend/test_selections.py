@@ -445,6 +445,9 @@ class Cells(nn.Module):
         elif self.style == "elements as rows":
             wide = some.unsqueeze(-1).expand_as(y)
             return F.smooth_l1_loss(y[wide].view(-1, 6), z[wide].reshape(-1, 6), reduction="sum") + y[some].sum()
+        elif self.style == "rows of rows":
+            y, k = y[some[:, 0]], k[some[:, 0]]
+            return F.cross_entropy(y.flatten(0, 1), k.flatten(), reduction="sum") + y.flatten(1).amax(1).sum()
         else:
             first, second = some.nonzero(as_tuple=True)
             rows, columns = (k[first, second] * 2 + second) % 3, k[first, second] - 4
@@ -469,7 +472,7 @@ CELLS = [
 
 @pytest.mark.parametrize(
     "style",
-    ["columns", "columns of one", "columns of a vector", "elements as rows", "cells", "vectors"],
+    ["columns", "columns of one", "columns of a vector", "elements as rows", "rows of rows", "cells", "vectors"],
 )
 def test_columns_and_cells_of_selected_rows(style: str) -> None:
     """A mask selects some, none or all rows. With all, several rows hit each cell: the last one counts."""

@@ -409,6 +409,13 @@ class Selections:
         self._parts.reshaped(call.given, merged)
         return merged
 
+    def _flattened(self, call: _TorchCall, held: MaskedRows) -> Any:
+        shape = call.given.shape
+        first, last = (call.argument(1, "start_dim", 0), call.argument(2, "end_dim", -1))
+        if first % len(shape) or not last % len(shape):
+            return NotImplemented
+        return self._merged(replace(call, args=(call.given, (-1, *shape[last % len(shape) + 1 :]))), held)
+
     def _iterate(self, call: _TorchCall, held: MaskedRows) -> Any:
         """Iterating over the places that nonzero() found: constants, one by one; NotImplemented for other rows."""
         real = None if held.dim or call.argument(1, "dim", 0) else self._value(call.given)
@@ -693,6 +700,7 @@ _CALLS: Mapping[str, Callable[[Selections, _TorchCall], Any]] = {
 # The same for calls whose first argument holds selected rows.
 _CALLS_OF_ROWS: Mapping[str, Callable[[Selections, _TorchCall, MaskedRows], Any]] = {
     **_named("reshape view", Selections._merged),
+    "flatten": Selections._flattened,
     **dict.fromkeys(REDUCTIONS, Selections._reduced),
     **dict.fromkeys(rows_in_order.ORDERED, Selections._ordered),
     **_named(

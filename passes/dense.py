@@ -206,9 +206,20 @@ def _letters(
     return None
 
 
+def _lookup(op: Op | None) -> tuple[str, str]:
+    """The table and the indices of a lookup of rows; "" for other operations."""
+    match op:
+        case (
+            Op(name="index", args=(Ref(table), (Ref(chosen),)))
+            | Op(name="index_select", args=(Ref(table), 0, Ref(chosen)))
+        ):
+            return table, chosen
+    return "", ""
+
+
 def _reads_rows(op: Op) -> bool:
     """Whether an operation looks up a matrix for each of several indices."""
-    return op.name == "index" and len(op.args[1:]) == 1 and len([*op.refs()]) == 2 and len(op.results[0].type.shape) > 2
+    return _lookup(op) != ("", "") and len(op.result.type.shape) > 2
 
 
 def _of_weights(region: Region) -> set[str]:
@@ -498,11 +509,10 @@ class _Dense:
         """The indices by which an operation reads matrices, if they are chosen by scores, or certain to be numbers of
         matrices, as `ids % experts`; "" for others.
         """
-        match op:
-            case Op(name="index", args=(Ref(table), (Ref(chosen),))) if table in self.weights:
-                name = chosen if len(self.writer.shape(table)) == 3 else ""
-            case _:
-                return ""
+        table, chosen = _lookup(op)
+        name = chosen
+        if table not in self.weights or len(self.writer.shape(table)) != 3:
+            return ""
         known = self.bounds.get(name)
         if known is not None and known in IntegerBounds(0, self.writer.shape(table)[0] - 1):
             return chosen
@@ -515,13 +525,13 @@ class _Dense:
         w, op, shape = self.writer, self.makers.get(name), self.writer.shape(name)
         while op is not None and op.name == "reshape" and w.shape(next(op.refs()))[: len(form.leading)] == form.leading:
             op = self.makers.get(next(op.refs()))
-        match op:
-            case Op(name="index", args=(Ref(table), (Ref(chosen),))) if chosen == form.chosen:
-                numbers, rest = self._numbers(form), w.shape(table)[1:]
-                sizes = (math.prod(form.leading), *rest)
-                found = w.add("index", (Ref(table), (Ref(numbers),)), sizes, w.types[table].dtype, f"{name}_rows")
-                return w.reshape(found, (*sizes[:1], *shape[len(form.leading) :]), f"{name}_rows")
-        return None
+        table, chosen = _lookup(op)
+        if chosen != form.chosen:
+            return None
+        numbers, rest = self._numbers(form), w.shape(table)[1:]
+        sizes = (math.prod(form.leading), *rest)
+        found = w.add("index", (Ref(table), (Ref(numbers),)), sizes, w.types[table].dtype, f"{name}_rows")
+        return w.reshape(found, (*sizes[:1], *shape[len(form.leading) :]), f"{name}_rows")
 
     def _spread(self, x: str, letters: str, order: str, experts: int) -> _ByRow:
         """The tokens of x, with a copy for each expert."""

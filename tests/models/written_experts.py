@@ -38,6 +38,15 @@ class Layer(nn.Module):
         """By numbers that are computed, as those of words are."""
         return self.batched(tokens, scores, (chosen * 7 + 1) % EXPERTS)
 
+    def selected(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """As in `batched`, with the matrices and biases by `index_select`."""
+        rows, experts = tokens.repeat_interleave(CHOSEN, dim=0), chosen.flatten()
+        hidden = torch.bmm(rows.unsqueeze(1), self.up.index_select(0, experts)).squeeze(1)
+        hidden = (hidden + self.up_bias.index_select(0, experts)).relu()
+        found = torch.bmm(hidden.unsqueeze(1), self.down.index_select(0, experts)).squeeze(1)
+        found = (found + self.down_bias.index_select(0, experts)) * scores.reshape(-1, 1)
+        return found.view(-1, CHOSEN, WIDTH).sum(1)
+
     def einsum(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """As in gpt-oss's own model file."""
         hidden = torch.einsum("bekc,bk->bec", self.up[chosen], tokens) + self.up_bias[chosen]

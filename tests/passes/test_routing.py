@@ -171,7 +171,7 @@ WRITTEN = PARTS.with_name("written_experts.py")
 
 
 @pytest.mark.parametrize(
-    "style", ["batched", "hashed", "einsum", "broadcast", "first", "grouped", "added", "cast", "written"]
+    "style", ["batched", "hashed", "selected", "einsum", "broadcast", "first", "grouped", "added", "cast", "written"]
 )
 def test_experts_as_libraries_write_them_travel(style: str) -> None:
     package = partc.compile(WRITTEN, mesh="dp=2,ep=2", microbatches=2, precision="fp64", options={"style": style})
@@ -198,7 +198,7 @@ def test_guards_against_experts_that_no_row_has_are_dropped(style: str) -> None:
     assert package.verify(steps=2).ok
 
 
-@pytest.mark.parametrize("style", ["batched", "einsum"])
+@pytest.mark.parametrize("style", ["batched", "selected", "einsum"])
 def test_no_matrix_is_copied_for_each_row(style: str) -> None:
     package = partc.compile(WRITTEN, mesh="1", options={"style": style})
     shapes = [

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 
 from partc.errors import PartcError
 from partc.ir.operations import RANDOM
-from partc.ir.program import SELECTED, Arg, DTypeArg, Graph, Op, Program, Ref, Region
+from partc.ir.program import SELECTED, Arg, DTypeArg, Graph, Op, Program, Ref, Region, TensorType
 from partc.passes.route.loops import without_loops
 from partc.passes.route.rows import RowWriter, dims_of_rows, names_of
 from partc.passes.route.writes import Distinct, write_of
@@ -310,14 +310,19 @@ class _Selections:
 
 
 def _merged(graph: Graph) -> Graph:
-    """Merge equal operations on integers and masks, which have no gradient, so that equal masks become one value."""
+    """Merge equal operations on integers and masks, which have no gradient, so that equal masks become one value.
+
+    Columns of joined places, as in `mask.nonzero()[:, 0]`, become these places.
+    """
     known: dict[object, Op] = {}
+    joined: dict[str, tuple[list[str], int]] = {}  # matrix -> the vectors behind it, and the dimension of their numbers
     same: dict[str, str] = {}
     shaped: dict[str, str] = {}  # result of a reshape -> the value before all reshapes
     types = {name: value.type for name, value in graph.definitions().items()}
     ops: list[Op] = []
     for op in graph.ops:
         op = replace(op.renamed(same), results=op.results)
+        _take_columns(op, types, joined, shaped)
         if op.name == "reshape" and not op.result.type.differentiable:
             first = next(op.refs())
             base = shaped[op.result.name] = shaped.get(first, first)
@@ -334,3 +339,26 @@ def _merged(graph: Graph) -> Graph:
                 continue
         ops.append(op)
     return replace(graph, ops=tuple(ops), outputs=tuple(same.get(name, name) for name in graph.outputs))
+
+
+def _take_columns(
+    op: Op,
+    types: Mapping[str, TensorType],
+    joined: dict[str, tuple[list[str], int]],
+    shaped: dict[str, str],
+) -> None:
+    """Note a matrix of joined vectors, and a column of one as a reshape of its vector."""
+    match op.name, op.args:
+        case "cat", (tuple(parts), int(dim)) if len(op.result.type.shape) == 2:
+            names = [part.name for part in parts if isinstance(part, Ref)]
+            if all(name in types and types[name].shape[dim : dim + 1] == (1,) for name in names):
+                joined[op.result.name] = [shaped.get(name, name) for name in names], dim
+        case "permute", (Ref(name), (1, 0)) if name in joined:
+            vectors, dim = joined[name]
+            joined[op.result.name] = vectors, 1 - dim
+        case "slice", (Ref(name), int(dim), int(start), int(end), 1) if name in joined and end == start + 1:
+            if dim == joined[name][1]:
+                shaped[op.result.name] = joined[name][0][start]
+        case "split", (Ref(name), _, int(dim)) if name in joined and len(op.results) == len(joined[name][0]):
+            if dim == joined[name][1]:
+                shaped.update(zip((value.name for value in op.results), joined[name][0], strict=True))

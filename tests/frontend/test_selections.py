@@ -29,8 +29,8 @@ from tests.models import counted_rows, experts, masked_rows, padded_pictures, pl
 FILE = Path(experts.__file__)
 PICTURES = Path(placed_rows.__file__)
 LOOPS = (
-    "places", "listed", "skipped", "added", "by_masks", "any_slot", "put", "hits", "biased", "gated", "capacity",
-    "scaled_by_count",
+    "places", "listed", "skipped", "added", "columns", "by_masks", "any_slot", "put", "hits", "biased", "gated",
+    "capacity", "scaled_by_count",
 )  # fmt: skip
 
 

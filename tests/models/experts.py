@@ -98,6 +98,15 @@ class Mixture(nn.Module):
                 out[token] += weights[token, slot].unsqueeze(-1) * self.one(e, x[token])
         return out
 
+    def columns(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
+        """Places as columns of a matrix, and as rows of its transpose."""
+        each = out.unsqueeze(1).repeat(1, self.slots, 1)
+        for e in range(self.count):
+            found = (chosen == e).nonzero()
+            token, slot = found.T if e % 2 else found.unbind(1)
+            each[found[:, 0], slot] += self.one(e, x[token])
+        return (each * weights.unsqueeze(-1)).sum(1)
+
     def by_masks(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
         """The loop of Mistral's one-file reference, over the masks of all experts."""
         masks = (chosen.unsqueeze(-1) == torch.arange(self.count)).permute(2, 0, 1)

@@ -80,6 +80,7 @@ PIPELINE: tuple[Pass, ...] = (
         requires=("canonical",),
         ensures=("simple",),
         after=("scan",),
+        options=("forward_only",),
         reads=(),
         optional=True,
     ),

@@ -32,9 +32,10 @@ from functools import cached_property
 
 from partc.errors import InternalError, PartcError
 from partc.ir.expert_products import ExpertMatmul
+from partc.ir.gradients import passing
 from partc.ir.naming import COUNTED, unique
-from partc.ir.operations import RANDOM, effects
-from partc.ir.program import NO_GRAD, DTypeArg, Op, Parameter, Program, Ref, TensorType, Value
+from partc.ir.operations import RANDOM
+from partc.ir.program import DTypeArg, Op, Parameter, Program, Ref, TensorType, Value
 from partc.ir.repetitions import Unfolding
 from partc.passes.route.rows import RowWriter
 
@@ -148,14 +149,7 @@ class _Counters:
 
     @cached_property
     def _passing(self) -> set[str]:
-        """The values to which the gradient of the loss passes."""
-        graph = self._region.forward
-        found = {graph.outputs[0]}
-        for op in reversed(graph.ops):
-            silent = (NO_GRAD, True) in op.attrs or not effects(op.name).differentiable
-            if not silent and any(value.name in found for value in op.results):
-                found.update(op.refs())
-        return found
+        return passing(self._region.forward)
 
     def _depends(self, value: str, op: Op) -> bool:
         """Whether a value is computed from the results of an operation."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from partc.ir.naming import gradient_name
 from partc.ir.operations import effects
-from partc.ir.program import SPARSE, Graph, Op, Program, Ref, Region, dependents
+from partc.ir.program import NO_GRAD, SPARSE, Graph, Op, Program, Ref, Region, dependents
 
 
 def trainable_params(program: Program) -> dict[str, frozenset[str]]:
@@ -135,6 +135,16 @@ def reached(graph: Graph, roots: Iterable[str]) -> set[str]:
         if effects(op.name).differentiable and any(name in live for name in op.refs()):
             live.update(value.name for value in op.results if value.type.differentiable)
     return live
+
+
+def passing(graph: Graph) -> set[str]:
+    """The values to which the gradient of the first output, the loss, passes. As in autograd, zeros count."""
+    found = {graph.outputs[0]}
+    for op in reversed(graph.ops):
+        silent = (NO_GRAD, True) in op.attrs or not effects(op.name).differentiable
+        if not silent and any(value.name in found for value in op.results):
+            found.update(op.refs())
+    return found
 
 
 def without_own_gradients(graph: Graph) -> Graph:

@@ -22,6 +22,7 @@ import torch
 
 from partc import fuel
 from partc.ir.attention import FORWARD
+from partc.ir.gradients import trainable_params
 from partc.ir.naming import unique
 from partc.ir.operations import RANDOM
 from partc.ir.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
@@ -34,15 +35,23 @@ from partc.passes.simplify.routing import numbered_groups, unsorted_experts
 from partc.passes.simplify.rows import plain_rows
 from partc.passes.simplify.scores import narrow_scores
 from partc.passes.simplify.written_attention import written_attention
+from partc.passes.simplify.zero_gradients import with_zero_gradients
 from partc.rules import is_elementwise
 from partc.rules.rule import argument
 
 _ALONG = {"slice": 1, "cumsum": 1, "diff": 2, "softmax": 1, "gather": 1}  # position of the argument `dim`
 
 
-def simplify(program: Program) -> Program:
+def simplify(program: Program, *, forward_only: bool = False) -> Program:
     """Apply the rewrites to every region and drop dead operations."""
-    return replace(program, regions=tuple(_simplified(region) for region in program.regions))
+    regions = tuple(_simplified(region) for region in program.regions)
+    if not forward_only:
+        trained = trainable_params(program)
+        regions = tuple(
+            with_zero_gradients(region, before.forward, trained[region.name])
+            for region, before in zip(regions, program.regions, strict=True)
+        )
+    return replace(program, regions=regions)
 
 
 def _simplified(region: Region) -> Region:

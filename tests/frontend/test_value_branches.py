@@ -411,6 +411,7 @@ def sized_by_constants(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     places = torch.randperm(3, generator=generator)
     assert (left.shape[1], right.shape[1], len(pairs)) == (3, 6, 6) and sorted(places.tolist()) == [0, 1, 2]
+    right = right.permute(*torch.tensor([1, 0])).transpose(*torch.arange(2))
     marked = right @ F.one_hot(input=torch.arange(6) % 3).to(x.dtype)
     drawn = torch.empty(3).normal_(generator=generator)
     return (left[:, places] * drawn + marked.sin()).sum() + right[:, pairs[:, 1]].sum()

@@ -26,6 +26,7 @@ _FACTORIES = frozenset({"arange", "linspace", "zeros", "ones", "full", "empty", 
 _PLACED = frozenset({
     "new_zeros", "new_ones", "new_full", "narrow", "select", "split", "split_with_sizes", "chunk",
     "view", "reshape", "unflatten", "expand", "repeat", "tile", "unfold", "pad", "roll", "interpolate",
+    "permute", "transpose", "movedim", "flip", "unsqueeze", "squeeze", "flatten", "diagonal", "tril", "triu",
 })  # fmt: skip
 # The operations by which torch.Tensor(...), torch.LongTensor(...) and torch.from_numpy(...) bring values into a trace.
 _BROUGHT = frozenset({"lift_fresh.default", "lift_fresh_copy.default"})

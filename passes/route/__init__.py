@@ -98,7 +98,7 @@ class _Selections:
         w.source = op.source
         if op.name == SELECTED:
             self._place(op)
-        elif (op.name == "index" and self._read(op)) or (op.name in _WRITES and self._written(op)):
+        elif (op.name == "index" and self._read(op)) or (op.name in _WRITES and self._written(op)) or self._added(op):
             return
         elif any(name in self.rows for name in op.refs()):
             mask = self._filled(op)
@@ -190,7 +190,7 @@ class _Selections:
         """Write the selected rows back, by addition or assignment; False for other operations."""
         w, write = self.writer, write_of(op, self.makers)
         found = None if write is None else self._selected([*write.places])
-        if write is None or found is None:
+        if write is None or write.held or found is None:
             return False
         mask, places, dims = found
         others = [dim for dim in range(len(w.shape(mask))) if dim not in dims]
@@ -243,6 +243,30 @@ class _Selections:
             hit = w.add("gt", (Ref(hit), 0), w.shape(hit), "bool", f"{made}_hit")
         hit = w.reshape(hit, (*w.shape(hit), *(1 for _ in rest)), f"{made}_hit")
         w.define("where", (Ref(hit), Ref(kept), acc), w.shape(acc.name), dtype, made)
+        return True
+
+    def _added(self, op: Op) -> bool:
+        """Add selected rows at places that these rows hold, where the other rows add zero; False for other operations.
+
+        Such places are those of an edge's target, in `out.index_add(0, target[mask], messages)`.
+        """
+        match op.name, op.args:
+            case "index_add" | "scatter_add", (Ref(into), 0, Ref(place), Ref(rows)):
+                places = [place]
+            case "index_put", (Ref(into), tuple(indices), Ref(rows), True):
+                places = [index.name for index in indices if isinstance(index, Ref)]
+            case _:
+                return False
+        held = {self.rows.get(name) for name in (*places, rows)}
+        (found,) = held if len(held) == 1 else (None,)
+        if into in self.rows or found is None or found[1]:
+            return False
+        w, safe = self.writer, {}
+        for name in (*places, rows):
+            if name == rows or name not in self.read:
+                chosen = w.reshape(found[0], (w.shape(name)[0],), f"{name}_mask")
+                safe[name] = w.only(name, 0, chosen, f"{name}_kept")
+        w.keep(replace(op.renamed(safe), results=op.results))
         return True
 
     def _last(self, mask: str, dims: Sequence[int], stem: str) -> str:

@@ -187,7 +187,7 @@ class Lift:
                 raise NotEqualError
         masks = tuple(next(self.makers[write.places[0]].refs()) for write in writes)
         dims = [[self.makers[name].args[1] for name in write.places] for write in writes]
-        same = all(each == dims[0] for each in dims)
+        same = all(each == dims[0] for each in dims) and len({not write.held for write in writes}) == 1
         if not same or any(next(self.makers[name].refs()) != mask for write, mask in zip(writes, masks, strict=True)
                            for name in write.places):  # fmt: skip
             raise NotEqualError
@@ -204,6 +204,14 @@ class Lift:
         if self.chosen:
             name = w.only(name, 0, self.chosen, made.name)
         rest = w.shape(name)[1:]
+        if last.held:
+            held = self.lifted(tuple(write.held for write in writes))
+            if held.kind != "rows":
+                raise NotEqualError
+            place = w.only(held.name, 0, self.chosen, f"{made.name}_place") if self.chosen else held.name
+            args = (Ref(into), 0, Ref(place), Ref(name))
+            w.define("index_add", args, w.shape(into), w.types[into].dtype, made.name)
+            return
         if w.shape(into) != (*(self.whole[dim] for dim in places), *rest):
             raise NotEqualError
         spread = self._spread(name, places, rest, made.name)
@@ -594,7 +602,10 @@ class Lift:
             if w.types[own].dtype != result.type.dtype:
                 own = w.add("to", (Ref(own), DTypeArg(result.type.dtype)), w.shape(own), result.type.dtype, own)
             return Lifted("rows", own)
-        return Lifted("rows", self._spread_rows(x.name, places, dims), places[0])
+        rows = self._spread_rows(x.name, places, dims)
+        if self.chosen and not result.type.differentiable:  # other rows may hold places beyond a table
+            rows = self.writer.only(rows, places[0], self.chosen, f"{rows}_kept")
+        return Lifted("rows", rows, places[0])
 
     def _rows(self, op: Op, result: Value, operands: Sequence[Lifted]) -> Lifted:
         w = self.writer

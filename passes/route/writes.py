@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from partc.errors import Source
+from partc.ir.operations import KEEPING
 from partc.ir.program import SELECTED, Arg, Op, Ref, TensorType
+from partc.rules import is_elementwise
 from partc.rules.rule import argument
 
 _WIDE = frozenset({"i64", "i32", "f64"})  # types in which places stay distinct
@@ -16,6 +18,9 @@ _WIDE = frozenset({"i64", "i32", "f64"})  # types in which places stay distinct
 @dataclass(frozen=True, slots=True)
 class Write:
     """Rows that are added to a tensor, or assigned in it, at selected places.
+
+    Rows may be added at a place that each holds, such as its element of sorted tokens: `held`, whose rows are those at
+    the selected places; "" for other writes.
 
     `y[places] += rows` adds only if every place is selected once: it assigns sums, of which a place keeps one. `sums`
     are these; "" for other writes.
@@ -27,6 +32,7 @@ class Write:
     rows: str
     adds: bool
     sums: str = ""
+    held: str = ""
 
     @property
     def source(self) -> Source | None:
@@ -47,6 +53,8 @@ def write_of(op: Op, makers: Mapping[str, Op]) -> Write | None:
     if not (isinstance(into, Ref) and isinstance(rows, Ref)):
         return None
     names = tuple(place.name for place in places if isinstance(place, Ref))
+    if op.name == "index_add" and (selected := _selected_behind(names[0], makers)):
+        return Write(op, into.name, selected, rows.name, adds, held=names[0])
     if len(names) < len(places) or any(name not in makers or makers[name].name != SELECTED for name in names):
         return None
     sum_of = makers.get(rows.name)
@@ -56,6 +64,18 @@ def write_of(op: Op, makers: Mapping[str, Op]) -> Write | None:
             if read is not None and read.name == "index" and read.args == (into, places) and isinstance(more_rows, Ref):
                 return Write(op, into.name, names, more_rows.name, adds=True, sums=rows.name)
     return Write(op, into.name, names, rows.name, adds)
+
+
+def _selected_behind(name: str, makers: Mapping[str, Op]) -> tuple[str, ...]:
+    """The selected places at which a vector was read, before arithmetic on it; empty for other values."""
+    op = makers.get(name)
+    while op is not None and (op.name in KEEPING or is_elementwise(op.name)) and len([*op.refs()]) == 1:
+        op = makers.get(next(op.refs()))
+    if op is None or op.name != "index":
+        return ()
+    places = [*op.refs()][1:]
+    selected = all(name in makers and makers[name].name == SELECTED for name in places)
+    return tuple(places) if selected else ()
 
 
 @dataclass(frozen=True, slots=True)

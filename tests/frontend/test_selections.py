@@ -464,6 +464,48 @@ class Cells(nn.Module):
         return y.square().mean()
 
 
+class Relations(nn.Module):
+    """Messages along the edges of each kind, added at the places that the edges have; places of no kind are beyond."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.style, self.layers, self.last = style, nn.ModuleList(nn.Linear(5, 6) for _ in range(3)), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, edges: Tensor, kind: Tensor) -> Tensor:
+        source, target = edges
+        out = x.new_zeros(len(x), 6)
+        for number, layer in enumerate(self.layers):
+            some = kind == number
+            if "guarded" in self.style and not some.any():
+                continue
+            given, place = layer(x[source[some]]), target[some] * 2 % 9
+            if "scattered" in self.style:
+                out.scatter_add_(0, place[:, None].expand_as(given), given.sin() if number else given)
+            elif "put" in self.style:
+                out.index_put_((place,), given, accumulate=True)
+            elif "mean" in self.style:
+                count = torch.zeros(len(x)).to(x.dtype).index_add(0, place, torch.ones(len(place)).to(x.dtype))
+                out = out + torch.zeros_like(out).index_add_(0, place, given) / count.clamp(min=1)[:, None]
+            else:
+                out.index_add_(0, place, given)
+        return self.last(out.tanh()).square().mean()  # type: ignore[no-any-return]
+
+
+RELATIONS = [
+    {
+        "x": torch.randn(8, 5, dtype=torch.float64),
+        "edges": torch.where(kind < 3, torch.randint(4, (2, 12)), 99),
+        "kind": kind,
+    }
+    for kind in (torch.arange(12) % 4, torch.full((12,), 3), torch.zeros(12, dtype=torch.int64))
+]
+
+
+@pytest.mark.parametrize("style", ["added", "guarded", "guarded, scattered", "put", "mean"])
+def test_selected_rows_are_added_at_places_that_they_hold(style: str) -> None:
+    equals_eager(lambda: Relations(style), RELATIONS)
+
+
 CELLS = [
     {"x": torch.randn(8, 4, 5, dtype=torch.float64), "k": k}
     for k in (torch.arange(32).reshape(8, 4) % 5, torch.zeros(8, 4, dtype=torch.int64), torch.full((8, 4), 4))

@@ -30,9 +30,24 @@ class Layer(nn.Module):
                 return F.one_hot(chosen, EXPERTS).sum((0, 1))
         return torch.bincount(chosen.flatten(), minlength=EXPERTS)
 
+    def by_ends(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Parts by their ends, as DeepSeek's; each is added to its tokens."""
+        order, ends = chosen.argsort(stable=True), torch.bincount(chosen, minlength=EXPERTS).cumsum(0).tolist()
+        mixed, start = torch.zeros_like(tokens), 0
+        for number, end in enumerate(ends):
+            if self.style == "ends" and start == end:
+                continue
+            rows = order[start:end]
+            found = self.expert(number, tokens[rows // CHOSEN]) * scores[rows, None]
+            mixed.index_add_(0, rows // CHOSEN, found)
+            start = end
+        return mixed
+
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, WIDTH)
         scores, chosen = self.router(tokens).topk(CHOSEN, dim=-1)
+        if self.style in ("ends", "ends of all"):
+            return x + self.by_ends(tokens, scores.softmax(-1).flatten(), chosen.flatten()).view(x.shape)
         counts = self.counts(chosen).tolist()
         order = chosen.flatten().argsort() if self.style == "ones" else chosen.flatten().sort(0)[1]
         of = order.div(CHOSEN, rounding_mode="trunc") if self.style == "split" else order // CHOSEN

@@ -157,6 +157,8 @@ PARTS = Path(__file__).parents[1] / "models" / "parts.py"
         pytest.param("scattered", marks=pytest.mark.slow),
         "placed",
         "listed",
+        "ends",
+        "ends of all",
     ],
 )
 def test_rows_that_counts_divide_are_experts(style: str) -> None:

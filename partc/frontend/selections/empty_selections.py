@@ -46,7 +46,10 @@ _OF_PARTS = frozenset({"repeat_interleave", "eq", SELECTED})
 _BOTH = frozenset({"logical_and", "bitwise_and", "__and__"})
 _NOT = frozenset({"logical_not", "bitwise_not"})
 _PUTS = frozenset({"index_put", "index_put_"})
-_WRITES = _PUTS | {"index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_"}
+_WRITES = _PUTS | {
+    "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_", "scatter_add", "scatter_add_",
+}  # fmt: skip
+_BY_PLACE = KEEPING | {"index", "floor_divide", "remainder", "add", "sub", "mul"}  # without operands, without results
 
 
 class ChangedError(PartcError):
@@ -447,12 +450,16 @@ class _Alignment:
         return ""
 
     def _mask_of_places(self, name: str) -> str:
-        """The mask to whose places a value refers, or the value itself if it is a mask; "" for other values."""
+        """The mask to whose places a value refers, or whose places it is computed from; the value itself if it is a
+        mask; "" for other values.
+        """
         if name in self._types and self._types[name].dtype == "bool":
             return name
         op = self._makers.get(name)
-        while op is not None and op.name == "detach":
-            op = self._makers.get(next(op.refs()))
+        while op is not None and op.name in _BY_PLACE and name not in self._changed:
+            read = [*op.refs()]
+            name = read[-1] if op.name == "index" or len(read) == 1 else ""
+            op = self._makers.get(name)
         return next(op.refs()) if op is not None and op.name == SELECTED else ""
 
     def _is_zero(self, mask: str, active: Sequence[_Zeros]) -> bool:

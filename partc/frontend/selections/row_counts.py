@@ -220,12 +220,21 @@ class PartSize(RowCount):
     def _compared(self, name: str, other: Any) -> Any:
         if isinstance(other, int) and not isinstance(other, RowCount) and (name, int(other)) in TESTS_OF_ZERO:
             return TESTS_OF_ZERO[name, int(other)] is bool(self)
+        if isinstance(other, PartSize) and other.counts is self.counts and other.first == self.first:
+            first, last = sorted((self.last, other.last))
+            more = first < last and self._has_rows(first, last)
+            return getattr(operator, name)(*((0, more) if self.last < other.last else (more, 0)))
         if not permitted(UNKNOWN_NUMBERS).may():
             raise unknown_number()
         return getattr(operator, name)(self.tensor(), other.tensor() if isinstance(other, RowCount) else other)
 
     def __bool__(self) -> bool:
-        return self._selections.nonempty(self.counts, self.first, self.last)
+        return self._has_rows(self.first, self.last)
+
+    def _has_rows(self, first: int, last: int) -> bool:
+        """Test whether the parts `first` to `last - 1` have rows; tests have found some of several to be empty."""
+        parts = self._selections.parts(self.counts, first, last) if last > first + 1 else [first]
+        return bool(parts) and self._selections.nonempty(self.counts, parts[0], parts[-1] + 1)
 
     def _computed(self, operate: Callable[[Any, Any], Any], other: Any, swapped: bool) -> Any:
         """The result of a binary operation. The sum of the sizes of adjacent parts is the size of the joined part;

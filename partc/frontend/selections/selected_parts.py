@@ -24,6 +24,7 @@ class SelectedParts:
         self._rows, self._counts, self._nonempty = rows, counts, nonempty
         # An element of integers, which may be counts -> the integers, its index.
         self._listed: ByTensor[tuple[Tensor, int]] = ByTensor()
+        self._sums: ByTensor[Tensor] = ByTensor()  # counts.cumsum(0) -> counts
         self._parts: dict[tuple[int, int], tuple[Tensor, Sequence[Tensor]]] = {}  # counts, and each part's mask
         # Rows of one example -> all rows, the example's number.
         self._examples: ByTensor[tuple[Tensor, int]] = ByTensor()
@@ -35,9 +36,20 @@ class SelectedParts:
                 number = part if isinstance(made, tuple) else index[0] % len(counts)
                 self._listed[x] = counts, number
 
-    def listed(self, x: Any) -> tuple[Tensor, int] | None:
-        """The list of which a number is an element, and its index; None for other numbers."""
-        return self._listed.get(x)
+    def sum_up(self, counts: Tensor, made: Tensor) -> None:
+        """Note that `made` has the cumulative sums of integers, which may be counts: the ends of parts."""
+        self._sums[made] = counts
+
+    def listed(self, x: Any) -> tuple[Tensor, int, int] | None:
+        """The integers of which a number is the sum, and the indices of the first one and behind the last; None for
+        other numbers.
+        """
+        found = self._listed.get(x)
+        if found is None:
+            return None
+        numbers, place = found
+        counts = self._sums.get(numbers)
+        return (numbers, place, place + 1) if counts is None else (counts, 0, place + 1)
 
     def _masks(self, counts: Tensor, rows: int) -> Sequence[Tensor]:
         """For each count, a mask of its rows."""

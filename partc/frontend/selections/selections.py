@@ -181,8 +181,10 @@ class Selections:
         with without_overriding():  # the trace's modes would intercept every read of a dtype
             self._counts.follow(name, args, kwargs, made)
             self._rows.widen(name, args, made)
-            parts = name in ("unbind", "__getitem__") and args[0].dim() == 1 and args[0].dtype in INTEGERS
-        if parts:
+            parts = name in ("unbind", "__getitem__", "cumsum") and args[0].dim() == 1 and args[0].dtype in INTEGERS
+        if parts and name == "cumsum":
+            self._parts.sum_up(args[0], made)
+        elif parts:
             self._parts.follow(args[0], made, args[1:])
         if not self._rows.any:
             return True
@@ -627,9 +629,9 @@ class Selections:
             permitted(UNKNOWN_NUMBERS).may()
         listed = self._parts.listed(x)
         if listed is not None and name in ("item", "__int__", "__index__"):
-            counts, part = listed
+            counts, first, last = listed
             self.numbers.extend(self.tests.source())
-            return PartSize.of(counts, part, part + 1, self._shown(4), self.tests)
+            return PartSize.of(counts, first, last, self._shown(4) * (last - first), self.tests)
         mask = self._counts.counted(x)
         if mask is not None:
             if name in ("__bool__", "is_nonzero"):

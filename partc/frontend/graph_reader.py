@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -126,7 +127,10 @@ class GraphReader:
         self._low = _AUTOCAST.get(captured.precision)
         self._trained = captured.trained
         self._hooked: set[str] = set()  # values whose gradient is changed by a hook
-        self._taken = {node.name for part in captured.exported.graph_module.modules() for node in _nodes(part)}
+        nodes = [node for part in captured.exported.graph_module.modules() for node in _nodes(part)]
+        self._taken = {node.name for node in nodes}
+        made = Counter(node.name for node in nodes if node.op == "call_function")
+        self._shared = {name for name, count in made.items() if count > 1}
 
     def read(self) -> Graph:
         signature = self._exported.graph_signature
@@ -468,7 +472,8 @@ class GraphReader:
         return value.name
 
     def _rename_inner(self, body: fx.GraphModule, prefix: str) -> None:
-        taken = {value.name for op in self._ops for value in op.results}
+        """Rename operations whose names others have before them, or behind them as the items of a body's results do."""
+        taken = self._shared | {value.name for op in self._ops for value in op.results}
         taken |= {value.name for value in (*self.params, *self.inputs)}
         for inner in body.graph.nodes:
             if inner.op == "call_function" and inner.name in taken:

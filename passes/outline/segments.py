@@ -94,6 +94,8 @@ def _own_views(body: list[ModuleSegment], main: Region, fills: set[str]) -> list
 
 
 def without_views(body: Sequence[ModuleSegment], views: Mapping[str, Op]) -> list[ModuleSegment]:
+    """The segments without these views; `with_views` writes them where they are read."""
+
     def without(segment: ModuleSegment) -> tuple[Op, ...]:
         return tuple(op for op in segment.ops if not any(value.name in views for value in op.results))
 

@@ -195,9 +195,10 @@ class _Selections:
         mask, places, dims = found
         others = [dim for dim in range(len(w.shape(mask))) if dim not in dims]
         once = Distinct(self.makers, w.types).at_most_once(mask, others)
-        if write.sums and not once:
+        rows = self._original(mask), 0
+        if write.sums and (not once or self.rows.get(write.rows) != rows):  # y[mask] += 1 row for all
             write = replace(write, rows=write.sums, adds=False)
-        if self.rows.get(write.rows) != (self._original(mask), 0):
+        if self.rows.get(write.rows) != rows:
             return False
         acc, y = Ref(write.into), Ref(write.rows)
         if not self._fits(write.into, mask, places, dims):
@@ -336,11 +337,13 @@ class _Selections:
 def _merged(graph: Graph) -> Graph:
     """Merge equal operations on integers and masks, which have no gradient, so that equal masks become one value.
 
+    Their operands may be results of equal operations with gradients, which stay apart: `x[x[:, 0] > 0]`, written twice.
     Columns of joined places, as in `mask.nonzero()[:, 0]`, become these places.
     """
     known: dict[object, Op] = {}
     joined: dict[str, tuple[list[str], int]] = {}  # matrix -> the vectors behind it, and the dimension of their numbers
     same: dict[str, str] = {}
+    equal: dict[str, str] = {}  # value -> the first one that is equal
     shaped: dict[str, str] = {}  # result of a reshape -> the value before all reshapes
     types = {name: value.type for name, value in graph.definitions().items()}
     ops: list[Op] = []
@@ -356,11 +359,14 @@ def _merged(graph: Graph) -> Graph:
         if op.name == "detach" and not op.result.type.differentiable:
             same[op.result.name] = next(op.refs())
             continue
-        if op.name not in RANDOM and op.results and not any(value.type.differentiable for value in op.results):
-            found = known.setdefault(op.content, op)
+        if op.name not in RANDOM and op.name != "incoming_gradient" and op.results:
+            found = known.setdefault(op.renamed(equal).content, op)
             if found is not op:
-                same.update((new.name, old.name) for new, old in zip(op.results, found.results, strict=True))
-                continue
+                pairs = {new.name: old.name for new, old in zip(op.results, found.results, strict=True)}
+                equal.update(pairs)
+                if not any(value.type.differentiable for value in op.results):
+                    same.update(pairs)
+                    continue
         ops.append(op)
     return replace(graph, ops=tuple(ops), outputs=tuple(same.get(name, name) for name in graph.outputs))
 

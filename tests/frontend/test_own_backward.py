@@ -534,3 +534,56 @@ def test_functions_in_loops_and_behind_stopped_gradients(build: Callable[[], nn.
 def test_functions_in_branches_that_share_their_ends() -> None:
     """A choice between outcomes is in front of a whole function, and draws behind it keep their numbers."""
     assert partc.compile(dropped_signs.__file__, mesh="dp=2", precision="fp64").verify(steps=4).ok
+
+
+class Tiled(torch.autograd.Function):
+    """Attention by tiles, which computes the weights again for the gradients."""
+
+    @staticmethod
+    @torch.no_grad()
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, size: int) -> Tensor:
+        out, sums = torch.zeros_like(q), torch.zeros(*q.shape[:-1], 1)
+        masks = [part.split(size, -1) for part in mask.split(size, -2)]
+        for qs, outs, total, row in zip(
+            q.split(size, -2), out.split(size, -2), sums.split(size, -2), masks, strict=True
+        ):
+            for ks, vs, seen in zip(k.split(size, -2), v.split(size, -2), row, strict=True):
+                p = (qs @ ks.mT).exp().masked_fill_(~seen, 0.0)
+                outs.add_(p @ vs)
+                total.add_(p.sum(-1, keepdim=True))
+            outs.div_(total)
+        ctx.size, ctx.masks = size, masks
+        ctx.save_for_backward(q, k, v, out, sums.log())
+        return out
+
+    @staticmethod
+    @torch.no_grad()
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        size, saved = ctx.size, ctx.saved_tensors
+        dq, dk, dv = map(torch.zeros_like, saved[:3])
+        rows = zip(*(x.split(size, -2) for x in (saved[0], saved[3], saved[4], grad, dq)), ctx.masks, strict=True)
+        for q, out, logs, g, dqs, row in rows:
+            for k, v, dks, dvs, seen in zip(*(x.split(size, -2) for x in (*saved[1:3], dk, dv)), row, strict=True):
+                p = (q @ k.mT - logs).exp().masked_fill_(~seen, 0.0)
+                dvs.add_(p.mT @ g)
+                ds = p * (g @ v.mT - (g * out).sum(-1, keepdim=True))
+                dqs.add_(ds @ k)
+                dks.add_(ds.mT @ q)
+        return dq, dk, dv, None, None
+
+
+class ByTiles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 24) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(len(x), 6, 6, dtype=torch.bool).tril()
+        for layer in self.layers:
+            h = layer(x)
+            x = x + Tiled.apply(h[..., :8], h[..., 8:16], h[..., 16:], mask, 3)
+        return x.square().mean()
+
+
+def test_names_within_functions_differ_from_those_of_their_results() -> None:
+    assert partc.compile(ByTiles, {"x": torch.randn(4, 6, 8)}, mesh="dp=2", precision="fp64").verify(steps=2).ok

@@ -442,6 +442,11 @@ class Cells(nn.Module):
             y[:, some[0]] = z.mean(1, keepdim=True)
         elif self.style == "columns of a vector":
             y[:, some[0]] = z[0, 0]
+        elif self.style == "a row for all":
+            y[some] = 0.0
+            y[k > 2] += self.other.bias
+        elif self.style == "equal masks":
+            y[y[..., 0] > z[..., 0]] = 2 + z.tanh()[y[..., 0] > z[..., 0]]
         elif self.style == "elements as rows":
             wide = some.unsqueeze(-1).expand_as(y)
             return F.smooth_l1_loss(y[wide].view(-1, 6), z[wide].reshape(-1, 6), reduction="sum") + y[some].sum()
@@ -514,7 +519,10 @@ CELLS = [
 
 @pytest.mark.parametrize(
     "style",
-    ["columns", "columns of one", "columns of a vector", "elements as rows", "rows of rows", "cells", "vectors"],
+    [
+        *("columns", "columns of one", "columns of a vector", "a row for all", "equal masks", "elements as rows"),
+        *("rows of rows", "cells", "vectors"),
+    ],
 )
 def test_columns_and_cells_of_selected_rows(style: str) -> None:
     """A mask selects some, none or all rows. With all, several rows hit each cell: the last one counts."""

@@ -95,7 +95,7 @@ __all__ = [
     "checkpoint",
     "checks",
     "copied_modules",
-    "disabled_autocast_untraced",
+    "disabled_autocasts_as",
     "fake_stored",
     "graphs_without_code",
     "inside_functorch",
@@ -369,16 +369,25 @@ def recorded_stacks(stack: Callable[[], StackSummary]) -> Iterator[None]:
 
 
 @contextmanager
-def disabled_autocast_untraced() -> Iterator[None]:
-    """A context in which an autocast that is disabled does nothing. `torch.export` would record it as a call of a
-    submodule, and forget which operations inside it ran under no_grad.
+def disabled_autocasts_as(mark: Callable[[bool], None]) -> Iterator[None]:
+    """A context in which an autocast that is disabled only calls `mark`, with whether it begins. `torch.export` would
+    record it as a call of a submodule, and forget which operations inside it ran under no_grad.
     """
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-    with replaced(
-        torch.autocast,
-        __enter__=lambda region: enter(region) if region._enabled else region,
-        __exit__=lambda region, *error: leave(region, *error) if region._enabled else None,
-    ):
+
+    def begin(region: torch.autocast) -> Any:
+        if region._enabled:
+            return enter(region)
+        mark(True)
+        return region
+
+    def end(region: torch.autocast, *error: Any) -> Any:
+        if region._enabled:
+            return leave(region, *error)
+        mark(False)
+        return None
+
+    with replaced(torch.autocast, __enter__=begin, __exit__=end):
         yield
 
 

@@ -20,6 +20,9 @@ microbatches, stay fp32 (Micikevicius et al. 2018, Mixed Precision Training, sec
 sparse gradients, only the rows that a step looks up are cast. Constants, and values computed once per step, are
 unchanged.
 
+Operations inside `torch.autocast(…, enabled=False)`, and those on complex numbers, are `wide`: they run in fp32, as
+under torch's autocast.
+
 An operation with a number that 16 bits cannot hold runs in fp32, and its result stays fp32. Models mask scores with
 the least number of their type, which a trace records as that of fp32. An elementwise operation with a number that
 16 bits would round to zero likewise runs in fp32: models add and clamp to such numbers before logarithms and quotients.
@@ -166,7 +169,8 @@ class _Mixed:
         experts = {product.chosen for op in region.forward.ops if (product := ExpertMatmul.of(op))}
         products: set[str] = set()
         for op in region.forward.ops:
-            wanted = self.casts.get(op.name) or precision_of(op.name)
+            wanted = self.casts.get(op.name) or ("high" if op.wide else precision_of(op.name))
+            op = replace(op, wide=False)
             reads = [*op.refs()]
             if is_matmul(op) and wanted == "low":
                 products.update(value.name for value in op.results)

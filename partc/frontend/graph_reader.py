@@ -18,6 +18,7 @@ from partc.frontend.branches.random_branches import RandomBranch
 from partc.frontend.branches.value_branches import RANDOM_BRANCH
 from partc.frontend.capture import Captured
 from partc.frontend.complex_numbers import is_complex, real_operations
+from partc.frontend.model_precision import WIDE_MARK
 from partc.frontend.node_sources import module_of, source_of
 from partc.frontend.repeats.copies import RepeatedOps
 from partc.frontend.repeats.marks import MARK
@@ -125,6 +126,7 @@ class GraphReader:
         self._owners = owners
         self._repeated: RepeatedOps | None = None
         self._low = _AUTOCAST.get(captured.precision)
+        self._wide = 0  # the number of disabled autocasts, and of complex operations, around the next operations
         self._trained = captured.trained
         self._hooked: set[str] = set()  # values whose gradient is changed by a hook
         nodes = [node for part in captured.exported.graph_module.modules() for node in _nodes(part)]
@@ -231,6 +233,9 @@ class GraphReader:
                 number=number,  # type: ignore[arg-type]
                 outcome=bool(outcome), of_values=bool(of_values), position=len(self._ops), source=source_of(node),
             ))  # fmt: skip
+            return
+        if name == WIDE_MARK:
+            self._wide += 1 if node.args[1] else -1
             return
         if name in (KEPT, RETURNED) and node.args[1] in self._idle:
             return
@@ -458,7 +463,9 @@ class GraphReader:
         for inner in body.graph.nodes:
             if inner.op == "call_function":
                 inner.name = unique(f"{node.name}_{inner.name}", self._taken)
+        self._wide += 1  # torch's autocast leaves complex numbers in fp32
         made = self._body(body)
+        self._wide -= 1
         if not isinstance(node.meta["val"], tuple | list):
             self._names[node] = made[0]
             return
@@ -487,7 +494,8 @@ class GraphReader:
         results: tuple[Value, ...],
         source: Source | None,
     ) -> None:
-        self._ops.append(Op(name=name, args=args, attrs=attrs, results=results, source=source))
+        wide = self._wide > 0 and self._low is not None
+        self._ops.append(Op(name=name, args=args, attrs=attrs, results=results, source=source, wide=wide))
 
     def _arg(self, arg: Any) -> Arg:
         if isinstance(arg, fx.Node):

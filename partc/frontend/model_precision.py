@@ -1,9 +1,12 @@
-"""The precision of a model's own code: in float64, casts keep float64; grouped products accept any dtype."""
+"""The precision of a model's own code: in float64, casts keep float64; grouped products accept any dtype; operations
+inside a disabled autocast are marked.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -46,6 +49,32 @@ class _Double(_AnyGrouped):
             return args[0].cdouble()
         wide = lambda arg: _WIDE.get(arg, arg) if isinstance(arg, torch.dtype) else arg  # noqa: E731
         return func(*map(wide, args), **{key: wide(arg) for key, arg in kwargs.items()})
+
+
+WIDE_MARK = "wide_mark"  # in a traced graph: operations begin, or cease, to demand fp32
+_library = torch.library.Library("partc", "FRAGMENT")
+_library.define(f"{WIDE_MARK}(Tensor[] none, bool begins) -> ()")
+_library.impl(WIDE_MARK, lambda none, begins: None, "CompositeExplicitAutograd")
+torch.fx.node.has_side_effect(torch.ops.partc.wide_mark.default)
+_depth = ContextVar("depth", default=0)  # of disabled autocasts around the code that runs
+
+
+def mark_disabled_autocast(begins: bool) -> None:
+    """Mark the begin or the end of a disabled autocast in the traced graph."""
+    _depth.set(_depth.get() + (1 if begins else -1))
+    torch.ops.partc.wide_mark.default([], begins)
+
+
+def modes() -> tuple[Any, ...]:
+    """The modes on which the result of a call depends besides its arguments."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_default_dtype(),
+        _depth.get() > 0,
+    )
 
 
 @torch.library.custom_op("partc_any::grouped_mm", mutates_args=())

@@ -523,6 +523,7 @@ def _operation(text: str) -> Op:
     name, args, attrs = _Call(right.strip()).read()
     choices: tuple[Choice, ...] = ()
     source: Source | None = None
+    wide = "wide" in notes[1:]
     for note in notes[1:]:
         if note.startswith("{"):
             choices = tuple(map(_choice, note.strip("{}").split()))
@@ -530,7 +531,7 @@ def _operation(text: str) -> Op:
             match = _matched(rf"at ({_QUOTED}|[^`]*):(\d+) ?({_QUOTED}|\S*)", note)
             source = Source(file=_name(match[1]), line=int(match[2]), module=_name(match[3]))
     results = tuple(Value(name=n, type=type) for n, type in zip(names, types, strict=True))
-    return Op(name=name, args=args, attrs=attrs, results=results, choices=choices, source=source)
+    return Op(name=name, args=args, attrs=attrs, results=results, choices=choices, source=source, wide=wide)
 
 
 class _Call:

@@ -171,6 +171,8 @@ def _notes(op: Op, types: Mapping[str, TensorType], sources: bool, sizes: Sizes 
     parts = [" ; ".join(str(value.type) for value in op.results)]
     if op.choices:
         parts.append(f"{{{' '.join(map(_choice, op.choices))}}}")
+    if op.wide:
+        parts.append("wide")
     if sizes is not None:
         parts.append(collective_bytes(op, types, sizes))
     if sizes is not None and op.body:

@@ -124,7 +124,8 @@ class Op:
     `name` is a key of the rule table: an ATen packet name ("linear", "mul"), a composite ("cross_entropy"), a
     collective ("all_gather") or a user's "mylib::op". An operation named "fused" brackets the operations in `body`,
     which one kernel computes: its arguments are the values that the body reads from outside, its results are the body's
-    results that are read outside.
+    results that are read outside. A `wide` operation computes in fp32 under mixed precision, as the model demands; the
+    pass `precision` reads and clears this mark.
     """
 
     name: str
@@ -134,6 +135,7 @@ class Op:
     choices: tuple[Choice, ...] = ()
     source: Source | None = None
     body: tuple[Op, ...] = ()
+    wide: bool = False
 
     @property
     def result(self) -> Value:
@@ -170,13 +172,13 @@ class Op:
     @property
     def content(self) -> tuple[object, ...]:
         """The operation without the names of its results and its source: equal operations have equal contents."""
-        return self.name, self.args, self.attrs, self.types
+        return self.name, self.args, self.attrs, self.types, self.wide
 
     @property
     def form(self) -> tuple[object, ...]:
         """The operation without the names of its values, its source and the choices of its cuts."""
         plain = self.renamed(dict.fromkeys(self.refs(), ""))
-        return self.name, plain.args, plain.attrs, self.types
+        return self.name, plain.args, plain.attrs, self.types, self.wide
 
     def reading(self, names: Iterable[str]) -> Op:
         """The same operation with other operands, in the order of `refs`."""

@@ -90,7 +90,10 @@ def _normalized(region: Region, program: Program, forward_only: bool) -> tuple[R
     graph, updated = without_mutation(plain_norms(region.forward, types), types, trained)
     for op in with_inner_gradients(graph, types | {value.name: value.type for value in values}).ops:
         op = replace(op.renamed(writer.same), name=_ALIASES.get(op.name, op.name))
+        first = len(writer.ops)
         (_without_elements if _is_empty(op) else REWRITES.get(op.name, keep))(writer, op)
+        if op.wide:
+            writer.ops[first:] = [replace(made, wide=True) for made in writer.ops[first:]]
     outputs = tuple(writer.same.get(name, name) for name in graph.outputs)
     nexts: dict[str, str] = {}
     for buffer, made in updated.items():

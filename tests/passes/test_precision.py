@@ -10,13 +10,15 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import partc
+from partc.api import compilation
+from partc.compilation.options import Options
 from partc.errors import PartcError
 from partc.ir.operations import RANDOM
 from partc.ir.parser import parse
 from partc.ir.printer import print_program
 from partc.package.verify import verify
 from partc.passes.precision import precision
-from partc.rules import operations, precision_of
+from partc.rules import is_matmul, operations, precision_of
 from partc.runtime.ops.experts import expert_rows_grad
 from tests.zoo import MODELS
 
@@ -194,6 +196,63 @@ def test_packages_train_like_autocast(name: str, mesh: str, options: dict[str, o
     package = partc.compile(model.source(tmp_path), mesh=mesh, **given)  # type: ignore[arg-type]
     result = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
     assert result.ok, result.worst
+
+
+DEMANDING = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Demanding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.turns = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+    @torch.autocast("cpu", enabled=False)
+    def distances(self, x):
+        x = self.again(x.float())
+        return x @ x.T / 8
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        with torch.autocast("cpu", enabled=False):
+            h = F.silu(self.again(h.float())) * h.float()
+        turned = torch.view_as_complex(h.view(-1, 4, 2)) @ self.turns
+        return self.last(self.distances(h) @ torch.view_as_real(turned).flatten(1))
+
+def model():
+    return Demanding()
+
+def batch():
+    return {"x": torch.randn(8, 8), "y": torch.randn(8, 8)}
+
+def loss(module, batch):
+    return F.mse_loss(module(batch["x"]), batch["y"])
+"""
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "pp=2", "tp=2"])
+def test_disabled_autocasts_and_complex_numbers_compute_in_fp32(mesh: str, tmp_path: Path) -> None:
+    """`again` runs twice inside of disabled autocasts; its product and those of complex numbers are in fp32."""
+    (tmp_path / "demanding.py").write_text(DEMANDING)
+    package = partc.compile(tmp_path / "demanding.py", mesh=mesh, precision="bf16")
+    ops = [op for region in package.program.regions for op in region.forward.ops if is_matmul(op)]
+    assert sorted(op.result.type.dtype for op in ops) == ["bf16"] * 3 + ["f32"] * 7
+    result = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
+    assert result.ok, result.worst
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+def test_the_demand_of_fp32_is_printed_and_parsed(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "demanding.py").write_text(DEMANDING)
+    how = Options.checked(mesh="1", microbatches=1, schedule="1f1b", precision=kind, seed=0, shard=())
+    program = compilation(str(tmp_path / "demanding.py"), None, how, model_options={}, until="normalize").after(
+        "normalize"
+    )
+    demanding = [op for region in program.regions for op in region.forward.ops if op.wide]
+    assert bool(demanding) is (kind == "bf16")
+    assert parse(print_program(program, sources=True)) == program
 
 
 HIDING = """

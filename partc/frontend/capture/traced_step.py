@@ -20,7 +20,7 @@ from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.branches.outcomes import Outcomes
 from partc.frontend.branches.value_branches import ValueWatch
 from partc.frontend.gradients.hooks import Hook
-from partc.frontend.model_precision import computing_in
+from partc.frontend.model_precision import computing_in, mark_disabled_autocast
 from partc.frontend.repeats.copied_calls import UncopiedError
 from partc.frontend.repeats.marks import Repeats
 from partc.frontend.repeats.module_rows import UnequalError, WholeTrace
@@ -43,7 +43,7 @@ from partc.replaced import replaced
 from partc.runtime.first_steps import FirstSteps, FirstValue
 from partc.runtime.train.entries import of_model, rebuilt_batch
 from partc.runtime.train.plain_tensors import Members
-from partc.torch_private import attributes_kept_by, copied_modules, disabled_autocast_untraced, without_modes
+from partc.torch_private import attributes_kept_by, copied_modules, disabled_autocasts_as, without_modes
 
 Loss = Callable[[Any, Any], Any]
 
@@ -182,7 +182,7 @@ class TracedStep(nn.Module):
                 self._watch.watching(), using_traceable_builtins(self._watch.modules, id=identity), values.watching(),
                 keeping_unknown_numbers(self._homes()),
                 repeats.marking(), registering({id(vars(x)) for x in self._watch.named.values()}), _conversions(),
-                _known_seeds(), _inference(), disabled_autocast_untraced(), copied_modules(),
+                _known_seeds(), _inference(), disabled_autocasts_as(mark_disabled_autocast), copied_modules(),
                 untraceable_modules(), traceable_assignments(self._watch.modules),
                 traceable_spans(self._watch.named.values()), self._with_masks(), traced.members.current(),
             ):  # fmt: skip

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from partc.frontend.model_precision import modes
 from partc.torch_private import (
     FakeTensor,
     OpOverload,
@@ -213,7 +214,7 @@ class CopiedCalls:
         if moving is not None:
             args = (args[0], *args[2:])
         given = moving, self._key((args, kwargs), call)
-        call.key = (func, given, *self._tensor_keys(call), _modes(), *self._lines(frame))
+        call.key = (func, given, *self._tensor_keys(call), modes(), *self._lines(frame))
         call.places = tuple(places)
         if not call.tensors or (call.writes and call.tensors[0]._is_view()):
             raise _Unfit
@@ -611,16 +612,6 @@ def _part_key(part: Any, size: int, places: dict[int, int]) -> Hashable:
 
 
 # -- surroundings of calls -----------------------------------------------------------------------
-
-
-def _modes() -> tuple[Any, ...]:
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.get_default_dtype(),
-    )
 
 
 _Edges = tuple[Mapping[Any, int], Mapping[int, int]]  # operands by their edges, and leaves by their identities

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from partc.frontend.model_precision import modes
 from partc.frontend.repeats.module_rows import ModuleRows, UnequalError, container_of
 from partc.frontend.state.frozen_state import comparable_copy
 from partc.installed import is_machinery
@@ -669,14 +670,7 @@ def _compared(spec: TreeSpec, leaves: Iterable[Any]) -> _Given | None:
             found.append((type(leaf).__name__, leaf))
         else:
             return None
-    modes = (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.get_default_dtype(),
-    )
-    return _Given(spec, tuple(found), modes)
+    return _Given(spec, tuple(found), modes())
 
 
 def _python_values(tree: Any) -> Hashable:

@@ -169,7 +169,7 @@ def explained_error(
             plain = ", ".join(plain_tensors(model))
             groups = ("", f" (plain attributes of the model: {plain})" if plain else "")
         cause, help = known.cause.format(*groups), known.help
-    if help == _CHECK and selected and re.search("size|shape|broadcast", said):
+    if help == _CHECK and selected and re.search("size|shape|broadcast|dim", said):
         help = _ROWS
     elif help == _CHECK and counted and isinstance(error, LookupError):
         help = _PLACES

@@ -587,3 +587,34 @@ class ByTiles(nn.Module):
 
 def test_names_within_functions_differ_from_those_of_their_results() -> None:
     assert partc.compile(ByTiles, {"x": torch.randn(4, 6, 8)}, mesh="dp=2", precision="fp64").verify(steps=2).ok
+
+
+class Through(torch.autograd.Function):
+    """A function of the user's, computed again for the gradients of tensors that it reads from around it."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor, *read: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x, *read)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            y = ctx.function(ctx.saved_tensors[0])
+        return None, *torch.autograd.grad(y, ctx.saved_tensors, grad)
+
+
+class WithScales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, scales = self.layer(x), self.scale(x).tanh()
+        made: Tensor = Through.apply(lambda y: (y * scales).sin(), h, scales)
+        return made.square().mean()
+
+
+def test_functions_read_tensors_from_around_them() -> None:
+    assert partc.compile(WithScales, {"x": torch.randn(8, 6)}, mesh="dp=2,tp=2", precision="fp64").verify(steps=2).ok

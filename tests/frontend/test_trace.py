@@ -593,7 +593,7 @@ class ByClass(nn.Module):
         self.register_buffer("kept", torch.full((4,), 2.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x)
+        h = self.a(x.as_subclass(Tensor)).as_subclass(torch.Tensor)
         before, shared = copy.deepcopy(self.kept), copy.copy(self.kept)
         self.kept.mul_(1.5)
         asked = (

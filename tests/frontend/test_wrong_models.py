@@ -172,6 +172,7 @@ CAUSES: dict[str, tuple[Changes, str, str]] = {
     "the places of a list": (((OUT, "sum([h.sum()] * 3 + [[h.mean()][i] for i in x[0].long().argsort()])"),), "IndexError: list index", "torch.stack(items)[i]"),
     "two tensors that may be equal": ((("        return self", "        while not torch.equal(h[0], h[1]): h = h.tanh()\n        return self"),), "torch.equal gives a Python value that depends on the values of tensors", "torch.where"),
     "a selection": (((OUT, "h[h > 0].diff().sum()"),), NO_VALUES, "mask"),
+    "columns of a selection": (((OUT, "(h[:, h[0] > 0] @ torch.ones(3, 2)).sum()"),), "same reduction dim", "persistent=False"),
     "a size": (((OUT, "h.sum() * x.unique().to(torch.float64).sum()"),), "_unique2 depends on the values of a tensor", "mask"),
     "numpy()": (((OUT, "h.sum() * float(h.detach().numpy().sum())"),), "reads the values of a tensor", "NumPy"),
     "a plain attribute": (((LINEAR, f"{LINEAR}; self.t = torch.ones(12).requires_grad_()"), (OUT, "(h * self.t).sum()")), "attributes of the model: t", "nn.Parameter"),

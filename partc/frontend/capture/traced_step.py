@@ -300,14 +300,20 @@ def parameters_with_gradient(model: nn.Module, loss: Tensor, repeats: Repeats) -
 
 @contextmanager
 def _conversions() -> Iterator[None]:
-    """A context in which conversions that would change no tensor are skipped; others fail on traced weights."""
-    convert = nn.Module._apply
+    """A context in which conversions that would change no tensor are skipped; others fail on traced weights.
+
+    Traces do not follow `as_subclass`: a plain tensor of it is a view.
+    """
+    convert, converted = nn.Module._apply, Tensor.as_subclass
 
     def unchanged(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         held = (*module.parameters(recurse), *module.buffers(recurse))
         return module if all(function(x) is x for x in held) else convert(module, function, recurse)
 
-    with replaced(nn.Module, _apply=unchanged):
+    def plain(x: Tensor, cls: Any) -> Any:
+        return x.view_as(x) if cls is Tensor else converted(x, cls)
+
+    with replaced(nn.Module, _apply=unchanged), replaced(Tensor, as_subclass=plain):
         yield
 
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from partc.errors import PartcError, Source
 from partc.frontend.state.generator_states import returning
@@ -77,9 +77,9 @@ def followed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inside: li
         made = cls.forward(*given) if apart else cls.forward(context, *given)
     if apart:
         cls.setup_context(context, given, made)
-    weights = {id(x): arg for x, arg in zip(given, args, strict=True) if isinstance(arg, nn.Parameter)}
-    held = tree_map_only(Tensor, lambda x: weights.get(id(x), x), vars(context))
-    vars(context).update(held)  # backward may differentiate with respect to weights
+    own = {id(x): arg for x, arg in zip(given, args, strict=True)}
+    held = tree_map_only(Tensor, lambda x: own.get(id(x), x), vars(context))
+    vars(context).update(held)  # backward may differentiate with respect to operands, as closures read them
     results = list(made) if isinstance(made, tuple) else [made]
     flat = {id(x) for x in context.without_gradient}
     carrying = [

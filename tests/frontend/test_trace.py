@@ -550,6 +550,8 @@ def test_a_configuration_without_architectures_gets_that_of_its_type(kind: str, 
 class Low(nn.Parameter):
     """A class that marks weights."""
 
+    group: str
+
 
 class ByPointer(nn.Module):
     """Asks for the memory of its weights, and for the types and classes of tensors."""

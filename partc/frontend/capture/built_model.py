@@ -101,7 +101,9 @@ class _ValuesOfRanges(WithoutValues):
 
 # Members that a subclass of Tensor may define: those that every class has, and those that matter only while a model is
 # built.
-_OF_CONSTRUCTION = frozenset(vars(type("_", (), {}))) | {"__new__", "__init__", "__repr__", "__deepcopy__"}
+_OF_CONSTRUCTION = frozenset(vars(type("_", (), {}))) | {
+    *("__annotations__", "__new__", "__init__", "__repr__", "__deepcopy__"),
+}
 
 
 def check_members(modules: Mapping[str, nn.Module]) -> None:

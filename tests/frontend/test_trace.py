@@ -278,6 +278,22 @@ def test_constructors_that_read_weights(tmp_path: Path) -> None:
     assert package.verify(steps=2).ok
 
 
+class Shifted(nn.Module):
+    """Colours whose mean the constructor assigns, as models of super-resolution do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.layer = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3)
+        self.shift.bias.data = torch.Tensor([-0.4, -0.5, -0.6])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.shift(x)).square().mean()
+
+
+def test_constructors_that_assign_values() -> None:
+    assert partc.compile(Shifted, {"x": torch.randn(4, 3)}, mesh="dp=2", precision="fp64").verify(steps=2).ok
+
+
 @pytest.mark.parametrize(
     ("tensor", "kind"),
     [

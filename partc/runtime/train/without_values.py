@@ -37,8 +37,10 @@ class WithoutValues(TorchFunctionMode):
         return func(*args, **named)
 
     def needs_values(self, error: Exception) -> bool:
-        """Whether the error says that a tensor on the meta device has no values."""
-        return isinstance(error, NotImplementedError | RuntimeError | TypeError) and "meta" in str(error).lower()
+        """Whether the error says that a tensor on the meta device has no values, or cannot get those of another."""
+        said = str(error).lower()
+        known = "meta" in said or "set_data" in said  # `weight.data = torch.Tensor(numbers)`
+        return known and isinstance(error, NotImplementedError | RuntimeError | TypeError)
 
 
 def built_without_values(build: Callable[[], Any], mode: WithoutValues) -> Any:

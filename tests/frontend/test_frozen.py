@@ -299,6 +299,62 @@ def test_what_matters_nowhere_is_let_be(name: str, tmp_path: Path) -> None:
     assert "random" in name or random.getstate() == drawn
 
 
+CACHES = """
+import functools
+import torch
+from torch import nn
+
+TABLES, LAST = {"masks": {}}, None
+
+
+@functools.lru_cache
+def slopes(n):
+    return torch.arange(float(n))
+
+
+class Cached(nn.Module):
+    halves = {}
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x):
+        global LAST
+        n = len(x)
+        if n not in TABLES["masks"]:
+            TABLES["masks"][n] = 0.5 * torch.ones(n, n).tril(), n
+        if n not in self.halves:
+            self.halves[n] = [torch.ones(n) / 2]
+        LAST = torch.ones(n) if LAST is None else LAST
+        mask, _ = TABLES["masks"][n]
+        return mask @ self.up(x) * slopes(6) + (LAST * self.halves[n][0])[:, None]
+
+
+def model():
+    return Cached()
+
+
+def batch():
+    return {"x": torch.ones(4, 6)}
+
+
+def loss(model, batch):
+    return model(batch["x"]).mean()
+"""
+
+
+def test_the_users_caches_have_no_tensors_of_the_traces(tmp_path: Path) -> None:
+    """The model runs in eager mode afterwards, in the same process."""
+    path = tmp_path / "caches.py"
+    path.write_text(CACHES)
+    file = load(path, {})
+    for _ in range(2):
+        capture(file.model, file.batch, file.loss, precision="fp32", path=file.path)
+    found = file.loss(file.model(), file.batch())
+    assert type(found) is torch.Tensor and found.isfinite()
+
+
 @contextmanager
 def counted_exports() -> Iterator[Mock]:
     """A context with a mock that `torch.export.export` calls through."""

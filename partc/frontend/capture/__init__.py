@@ -268,6 +268,7 @@ def _exported(
     that it freezes is refused.
     """
     findings: list[TraceFindings] = []
+    watch = StateWatch(traced.model, modules.named, traced.loss)
     assumed: dict[str, None] = {}
     assume = lambda sentence: assumed.update({sentence: None})  # noqa: E731
     whole = excluded is None
@@ -280,7 +281,6 @@ def _exported(
             following_transforms(whole=whole),
             flexible_attention(),
         ):
-            watch = StateWatch(traced.model, modules.named, traced.loss)
             changing: set[int] = set()
             repeats = lambda: Repeats(modules, excluded, rows, changing)  # noqa: E731
             step = TracedStep(traced, watch, repeats, numbers, findings.append, assume)
@@ -308,6 +308,8 @@ def _exported(
         raise
     except (Exception, SystemExit) as error:
         raise explained_error(error, traced.model, traced.path, traced.parts) from error
+    finally:
+        watch.forget()
     return exported, found, tuple(assumed), left
 
 

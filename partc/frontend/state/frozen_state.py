@@ -41,7 +41,7 @@ from partc.frontend.state.trace_comparison import TracedNode, effects_signature,
 from partc.installed import is_installed, line_of, shortened, user_frame
 from partc.replaced import all_replaced, replaced
 from partc.runtime.train.data import seeded_outside_torch
-from partc.torch_private import without_modes
+from partc.torch_private import FakeTensor, without_modes
 
 DEPTH, ITEMS = 8, 1 << 16
 TRIES = 5  # traces with other random numbers
@@ -146,6 +146,7 @@ class State:
     held: dict[str, _Held] = field(default_factory=dict)
     values: dict[tuple[str, str], Any] = field(default_factory=dict)
     owners: dict[tuple[str, str], Any] = field(default_factory=dict)
+    objects: dict[tuple[str, str], Any] = field(default_factory=dict)  # the values themselves
     known: dict[int, Any] = field(default_factory=dict)  # objects that several modules share, such as a configuration
     kept: list[Any] = field(default_factory=list)  # keeps objects alive, so that their identities are not reused
 
@@ -192,7 +193,7 @@ class State:
 
     def _add(self, key: tuple[str, str], value: Any, owner: Any) -> None:
         self.values[key] = comparable_copy(value, self.kept, DEPTH, self.known)
-        self.owners[key] = owner
+        self.owners[key], self.objects[key] = owner, value
 
     def _entries(self, paths: Iterable[str]) -> dict[tuple[str, str], Any]:
         return {key: value for path in paths if path in self.held for key, value in self.held[path].entries()}
@@ -395,6 +396,8 @@ class StateWatch:
     # (store, name, value) of attributes as forward left them.
     ends: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     contents: Contents = field(default_factory=lambda: Contents.reached(()))  # of lists and dicts among them
+    first: State | None = None  # before the first trace
+    changed: set[tuple[str, str]] = field(default_factory=set)  # the keys of all traces' changes
     state: State | None = None
     modules: tuple[types.ModuleType, ...] = ()  # the user's own
     again: bool = False  # whether the next trace starts where the last one ended
@@ -403,6 +406,7 @@ class StateWatch:
     def watching(self) -> Iterator[None]:
         # Tensors that an earlier trace cached have no values here, unless this one tries what they do.
         before = State.of(self.model, self.loss, self.named, clear_caches=not self.again)
+        self.first = self.first or before
         self.modules = before.modules
         seeds = _Seeds(torch.default_generator)
         with replaced(torch.random, default_generator=seeds):  # which torch.manual_seed seeds
@@ -413,6 +417,7 @@ class StateWatch:
         for change in before.changes(self.state):
             seeding = seeds.given and change.key == ("torch", "generator")
             self.changes[change.key] = replace(change, source=seeds.source) if seeding else change
+        self.changed.update(self.changes)
         for where, name in self.changes:
             if where.split(" ")[0] == "self" and name != "training":
                 module = self.named[where.removeprefix("self").removeprefix(" of ")]
@@ -429,6 +434,21 @@ class StateWatch:
         assert self.state is not None
         kept = ((key, change) for key, change in self.changes.items() if key[0] != "cache")
         return {key: None if change.tensors else self.state.value(key) for key, change in kept}
+
+    def forget(self) -> None:
+        """Empty functions' caches, and give globals and attributes of classes their old values, without the tensors of
+        the traces, which have no values.
+        """
+        if self.first is None:
+            return
+        for key in self.changed:
+            owner, old = self.first.owners.get(key), self.first.objects.get(key)
+            if isinstance(owner, types.ModuleType | type):
+                if vars(owner).get(key[1]) is not old:
+                    setattr(owner, key[1], old)
+                Contents.reached((old,)).remove(_is_fake)
+        for cache in caches(self.named.values(), self.modules):
+            cache.cache_clear()
 
     def line_of(self, name: str) -> Source | None:
         """The user's line that assigns to an attribute."""
@@ -448,6 +468,11 @@ class StateWatch:
         self.contents.restore(_renewed)
         self.ends.clear()
         self.changes.clear()
+
+
+def _is_fake(value: Any) -> bool:
+    """Whether a value is a traced tensor, or has one in tuples and lists."""
+    return isinstance(value, FakeTensor) or (isinstance(value, tuple | list) and any(map(_is_fake, value)))
 
 
 def _renewed(value: Any) -> Any:

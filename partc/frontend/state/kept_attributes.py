@@ -6,6 +6,7 @@ ends in a RecursionError, and lists that are shared at many depths take exponent
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,16 @@ class Contents:
         lists = tuple((each, tuple(each)) for each in seen.values() if type(each) in _LISTS)
         mappings = tuple((each, {**each}) for each in seen.values() if type(each) in _MAPPINGS)
         return cls(lists, mappings)
+
+    def remove(self, found: Callable[[Any], bool]) -> None:
+        """Remove the values of which `found` is true from each list and dict."""
+        for mapping, held in self.mappings:
+            for key in (key for key, value in held.items() if found(value)):
+                del mapping[key]
+        for values, items in self.lists:
+            if any(map(found, items)):
+                values.clear()
+                values.extend(itertools.filterfalse(found, items))
 
     def restore(self, renewed: Callable[[Any], Any] = lambda value: value) -> None:
         """Give each list and dict its contents again, each value as `renewed` returns it."""

@@ -469,6 +469,24 @@ class Cells(nn.Module):
         return y.square().mean()
 
 
+class LastWords(nn.Module):
+    """The feature of one word of each example, by two vectors of places; the first example's, by one vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 6)
+
+    def forward(self, x: Tensor, k: Tensor) -> Tensor:
+        y = self.layer(x)
+        words = y[torch.arange(len(x)), k.argmax(-1)]
+        return F.cross_entropy(words @ y[torch.arange(1), 0].T + y[torch.arange(1)].mean(), k[:, 0])
+
+
+def test_vectors_of_one_place_run_along_with_others() -> None:
+    """`arange(1)` was a slice in an index with another tensor."""
+    equals_eager(LastWords, [{"x": torch.randn(1, 4, 5, dtype=torch.float64), "k": torch.zeros(1, 4).long()}])
+
+
 class Relations(nn.Module):
     """Messages along the edges of each kind, added at the places that the edges have; places of no kind are beyond."""
 

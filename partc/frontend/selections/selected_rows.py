@@ -239,7 +239,8 @@ class SelectedRows:
         if any(map(self._unknown, given)) and self.of(x) is None:
             x, given = self._looked_up(x, given)
             return func(x, given)
-        numbers = tuple(self._number(item, x, place) for place, item in enumerate(given))
+        alone = sum(isinstance(item, Tensor) for item in given) == 1
+        numbers = tuple(self._number(item, x, place, alone) for place, item in enumerate(given))
         if len(given) == len(items) and all(a is b for a, b in zip(numbers, items, strict=True)):
             held = [*filter(None, map(self.of, (x, *items)))]
             if not held:
@@ -454,14 +455,15 @@ class SelectedRows:
             dim += x.dim() - sum(taken) if item is Ellipsis else count
         return x, tuple(found)
 
-    def _number(self, item: Any, x: Tensor, dim: int) -> Any:
-        """A constant scalar tensor in an index as a number, because a trace would read the tensor's value.
+    def _number(self, item: Any, x: Tensor, dim: int, alone: bool = True) -> Any:
+        """A constant scalar tensor in an index as a number, because a trace would read the tensor's value; a vector of
+        one number as a slice, if no other tensor of the index runs along with it.
 
         A place that nonzero() found is limited to the dimension: one beyond it, such as a class that no token chooses,
         never occurs.
         """
         real = self.value(item) if isinstance(item, Tensor) and item.shape in ((), (1,)) else None
-        if real is None or real.dtype is torch.bool:
+        if real is None or real.dtype is torch.bool or (real.dim() and not alone):
             return item
         number = min(int(real), x.shape[dim] - 1) if item in self._constants and dim < x.dim() else int(real)
         return slice(number, number + 1) if real.dim() and number >= 0 else item if real.dim() else number

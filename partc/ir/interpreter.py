@@ -15,6 +15,7 @@ from partc.ir.program import SCAN, Graph, Op, Program
 from partc.ir.scans import scan_of
 from partc.runtime.ops import bags
 from partc.runtime.ops.assignment import linear_sum_assignment
+from partc.runtime.ops.attention import row_dtype
 
 
 def evaluate(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -144,7 +145,7 @@ def _route(experts: Tensor, count: int, stay: bool, most: float, axis: str) -> t
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
     dims = tuple(range(-len(shape), 0))
-    small = torch.finfo(x.dtype).eps if eps is None else eps
+    small = torch.finfo(row_dtype(x)).eps if eps is None else eps
     normed = x * torch.rsqrt(x.square().mean(dim=dims, keepdim=True) + small)
     return normed if weight is None else normed * weight
 

@@ -180,7 +180,7 @@ def rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: floa
         out, rstd = torch.ops.aten._fused_rms_norm.default(x, shape, weight, eps)
         return out, rstd
     dims = tuple(range(-len(shape), 0))
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    eps = torch.finfo(row_dtype(x)).eps if eps is None else eps
     rstd = x.to(row_dtype(x)).square().mean(dims, keepdim=True).add_(eps).rsqrt_()
     out = (x * rstd).to(x.dtype)
     return out if weight is None else out.mul_(weight), rstd

@@ -15,7 +15,6 @@ from partc.ir.program import SCAN, Graph, Op, Program
 from partc.ir.scans import scan_of
 from partc.runtime.ops import bags
 from partc.runtime.ops.assignment import linear_sum_assignment
-from partc.runtime.ops.attention import row_dtype
 
 
 def evaluate(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -143,13 +142,6 @@ def _route(experts: Tensor, count: int, stay: bool, most: float, axis: str) -> t
     return order, torch.arange(len(order)), experts[order], torch.bincount(experts, minlength=count).repeat(2, 1)
 
 
-def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
-    dims = tuple(range(-len(shape), 0))
-    small = torch.finfo(row_dtype(x)).eps if eps is None else eps
-    normed = x * torch.rsqrt(x.square().mean(dim=dims, keepdim=True) + small)
-    return normed if weight is None else normed * weight
-
-
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, rotated: int | None, interleaved: bool) -> Tensor:
     rotated = x.shape[-1] if rotated is None else rotated
     half = rotated // 2
@@ -181,7 +173,7 @@ _COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "incoming_gradient": lambda y: torch.zeros_like(y),
     "times_loss_scale": lambda x: x,
     "own_gradient": lambda results, operands, gradients, **_: results,
-    "rms_norm": _rms_norm,
+    "rms_norm": F.rms_norm,
     "layer_norm": lambda x, shape, w, b, eps: F.layer_norm(x, shape, w, b, eps),
     "rotary": _rotary,
     "rotary_backward": _rotary_backward,

@@ -19,7 +19,7 @@ per-row losses and a sum over a count. Operations without effect are dropped, th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from partc.errors import PartcError
@@ -38,6 +38,7 @@ from partc.passes.normalize.recurrent import gru_cell, lstm_cell, recurrent, rnn
 from partc.passes.normalize.solves import with_solves
 from partc.passes.normalize.writer import Rewrite, Writer, ref
 from partc.passes.normalize.writes import with_joins
+from partc.passes.normalize.zero_gradients import with_zero_gradients
 from partc.quoting import identifier
 from partc.rules.rule import argument, number
 
@@ -102,12 +103,13 @@ def _normalized(region: Region, program: Program, forward_only: bool) -> tuple[R
     read = {name for op in region.forward.ops for name in op.refs()}
     still = {name for op in forward.ops for name in op.refs()} | {*forward.outputs}
     lost = [name for name in types if name in trained and name in read - still and 0 not in types[name].shape]
-    if lost and not forward_only and not trained.isdisjoint(still):  # a loss without any gradient is refused later
-        loss = _with_zero_gradients(writer, outputs[0], lost)
-        forward = replace(forward, ops=(*forward.ops, *loss), outputs=(loss[-1].result.name, *forward.outputs[1:]))
     forward = with_solves(with_joins(forward), writer.types)
     all_types = {**writer.types, **{name: value.type for name, value in forward.definitions().items()}}
-    return replace(region, forward=with_dims(forward, all_types)), writer.drawn, nexts
+    found = replace(region, forward=with_dims(forward, all_types))
+    # The loss reads parameters only through tensors without elements. One without any gradient is refused later.
+    if lost and not forward_only and not trained.isdisjoint(still):
+        found = with_zero_gradients(found, {forward.outputs[0]: lost})
+    return found, writer.drawn, nexts
 
 
 def _next_value(w: Writer, buffer: str, made: str) -> str:
@@ -122,26 +124,6 @@ def _next_value(w: Writer, buffer: str, made: str) -> str:
     place = next((index + 1 for index, op in enumerate(w.ops) if op is w.made.get(made)), len(w.ops) - 1)
     w.ops.insert(place, w.ops.pop())
     return value.name
-
-
-def _with_zero_gradients(w: Writer, loss: str, parameters: Sequence[str]) -> list[Op]:
-    """The loss with zero times the parameters that it reads only through tensors without elements.
-
-    In eager mode these have gradients of zeros, so that optimizers decay them.
-    """
-    first, dtype = len(w.ops), w.types[loss].dtype
-    for name in parameters:
-        type = w.types[name]
-        total, zero = (w.value(f"{name}_{word}", (), type.dtype) for word in ("total", "zero"))
-        cast, joined = (w.value(f"{name}_{word}", (), dtype) for word in ("cast", "loss"))
-        w.keep(Op(name="sum", args=(Ref(name), tuple(range(len(type.shape)))), results=(total,)))
-        w.keep(Op(name="mul", args=(Ref(total.name), 0.0), results=(zero,)))
-        if type.dtype != dtype:
-            w.keep(Op(name="to", args=(Ref(zero.name), DTypeArg(dtype)), results=(cast,)))
-            zero = cast
-        w.keep(Op(name="add", args=(Ref(loss), Ref(zero.name)), results=(joined,)))
-        loss = joined.name
-    return w.ops[first:]
 
 
 def _is_empty(op: Op) -> bool:

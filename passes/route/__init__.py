@@ -337,8 +337,8 @@ class _Selections:
 def _merged(graph: Graph) -> Graph:
     """Merge equal operations on integers and masks, which have no gradient, so that equal masks become one value.
 
-    Their operands may be results of equal operations with gradients, which stay apart: `x[x[:, 0] > 0]`, written twice.
-    Columns of joined places, as in `mask.nonzero()[:, 0]`, become these places.
+    Equal operations with gradients stay apart, but count as equal where integers or masks are computed from them, as in
+    `x[x[:, 0] > 0]` written twice. Columns of joined places, as in `mask.nonzero()[:, 0]`, become these places.
     """
     known: dict[object, Op] = {}
     joined: dict[str, tuple[list[str], int]] = {}  # matrix -> the vectors behind it, and the dimension of their numbers

@@ -26,6 +26,7 @@ from partc.ir.gradients import trainable_params
 from partc.ir.naming import unique
 from partc.ir.operations import RANDOM
 from partc.ir.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
+from partc.passes.simplify.cut_off import with_cut_off_parameters
 from partc.passes.simplify.decided import decided_masks
 from partc.passes.simplify.idioms import IDIOMS
 from partc.passes.simplify.indexing import plain_indexing
@@ -35,7 +36,6 @@ from partc.passes.simplify.routing import numbered_groups, unsorted_experts
 from partc.passes.simplify.rows import plain_rows
 from partc.passes.simplify.scores import narrow_scores
 from partc.passes.simplify.written_attention import written_attention
-from partc.passes.simplify.zero_gradients import with_zero_gradients
 from partc.rules import is_elementwise
 from partc.rules.rule import argument
 
@@ -48,7 +48,7 @@ def simplify(program: Program, *, forward_only: bool = False) -> Program:
     if not forward_only:
         trained = trainable_params(program)
         regions = tuple(
-            with_zero_gradients(region, before.forward, trained[region.name])
+            with_cut_off_parameters(region, before.forward, trained[region.name])
             for region, before in zip(regions, program.regions, strict=True)
         )
     return replace(program, regions=regions)

@@ -590,7 +590,7 @@ def test_names_within_functions_differ_from_those_of_their_results() -> None:
 
 
 class Through(torch.autograd.Function):
-    """A function of the user's, computed again for the gradients of tensors that it reads from around it."""
+    """Calls a closure, which backward calls again to differentiate with respect to the tensors that it has captured."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor, *read: Tensor) -> Tensor:
@@ -616,5 +616,5 @@ class WithScales(nn.Module):
         return made.square().mean()
 
 
-def test_functions_read_tensors_from_around_them() -> None:
+def test_backward_may_call_a_closure_of_forward_again() -> None:
     assert partc.compile(WithScales, {"x": torch.randn(8, 6)}, mesh="dp=2,tp=2", precision="fp64").verify(steps=2).ok

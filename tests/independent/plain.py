@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -65,14 +65,18 @@ class Trained:
     gone_without: frozenset[str]  # parameters whose grad was None at the end
 
 
-def train(path: Path, recipe: Recipe, *, microbatches: int = 1, seed: int = 0) -> Trained:
-    """Train a model file's model in fp64. `microbatches` is more than 1 where each is a batch of its own."""
-    module = load(path)
+def train(
+    path: Path, recipe: Recipe, *, microbatches: int = 1, seed: int = 0, precision: Literal["fp64", "bf16"] = "fp64"
+) -> Trained:
+    """Train a model file's model in fp64, or in fp32 with forward passes under torch's autocast to bf16. `microbatches`
+    is more than 1 where each is a batch of its own.
+    """
+    module, wide = load(path), precision == "fp64"
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
     model: nn.Module = module.model()
-    for x in (*model.parameters(), *model.buffers()):
+    for x in (*model.parameters(), *model.buffers()) if wide else ():
         x.data = double(x.data)  # buffers of two names stay one, which model.double() would part
     optimizer = _optimizer(model, recipe)
     losses = []
@@ -82,11 +86,12 @@ def train(path: Path, recipe: Recipe, *, microbatches: int = 1, seed: int = 0) -
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for number in range(step * recipe.accumulate, (step + 1) * recipe.accumulate):
-            batch = over_tensors(double, module.data(number))
-            parts = _parts(batch, microbatches)
-            with doubles(), _drawing(module, seed, number):
+            batch = module.data(number)
+            parts = _parts(over_tensors(double, batch) if wide else batch, microbatches)
+            with doubles() if wide else nullcontext(), _drawing(module, seed, number):
                 for part in parts:
-                    loss = module.loss(model, part) if hasattr(module, "loss") else model(**part)
+                    with nullcontext() if wide else torch.autocast("cpu", torch.bfloat16):
+                        loss = module.loss(model, part) if hasattr(module, "loss") else model(**part)
                     (loss / (len(parts) * recipe.accumulate)).backward()
                     total += loss.item() / (len(parts) * recipe.accumulate)
         if recipe.clip is not None:

@@ -10,29 +10,23 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import random
 import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy
 import torch
-from torch import Tensor, nn
 
 import partc
 from partc.errors import PartcError
-from tests.independent import plain
-from tests.independent.plain import Recipe
+from tests.independent.plain import Recipe, train
 from tests.independent.trainings import MODELS, model_files, packaged
 from tests.prefork import Server
 
 _ROUNDING = 0.004  # of bf16; smaller errors of autocast are none to be held to
 _SMALL = 1e-3  # parameters with a smaller share of the whole change are left out
-
-States = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +45,10 @@ def rounding(path: Path, mesh: str, recipe: Recipe, server: Server) -> Rounding:
     """The errors of one model. Raises PartcError."""
     package = partc.compile(str(path), mesh=mesh, precision="bf16")
     with tempfile.TemporaryDirectory(prefix="partc-rounding-") as folder:
-        found = packaged(package.write(Path(folder) / "build"), recipe, Path(folder), server).state
-    start, low = _under_autocast(path, recipe)
-    exact = plain.train(path, recipe).state
+        ended = packaged(package.write(Path(folder) / "build"), recipe, Path(folder), server).state
+    found = {name: torch.view_as_real(x) if x.is_complex() else x for name, x in ended.items()}
+    start = train(path, replace(recipe, steps=0), precision="bf16").state
+    low, exact = train(path, recipe, precision="bf16").state, train(path, recipe).state
     names = [name for name, x in start.items() if x.is_floating_point()]
     moved = {name: float((exact[name] - start[name].double()).norm()) for name in names}
     whole = _length(moved)
@@ -71,25 +66,6 @@ def rounding(path: Path, mesh: str, recipe: Recipe, server: Server) -> Rounding:
 
 def _length(lengths: Mapping[str, float]) -> float:
     return sum(each**2 for each in lengths.values()) ** 0.5
-
-
-def _under_autocast(path: Path, recipe: Recipe) -> tuple[States, States]:
-    """The state dict before and after a training in fp32 weights, whose forward passes run under autocast."""
-    module = plain.load(path)
-    random.seed(0)
-    numpy.random.seed(0)
-    torch.manual_seed(0)
-    model: nn.Module = module.model()
-    start = {name: x.detach().clone() for name, x in model.state_dict().items()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=recipe.lr)
-    for step in range(recipe.steps):
-        optimizer.zero_grad(set_to_none=True)
-        batch = module.data(step)
-        with plain._drawing(module, 0, step), torch.autocast("cpu", torch.bfloat16):
-            loss = module.loss(model, batch) if hasattr(module, "loss") else model(**batch)
-        loss.float().backward()
-        optimizer.step()
-    return start, {name: x.detach() for name, x in model.state_dict().items()}
 
 
 def main(argv: Sequence[str]) -> int:

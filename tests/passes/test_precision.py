@@ -234,7 +234,9 @@ def loss(module, batch):
 
 @pytest.mark.parametrize("mesh", ["dp=2", "pp=2", "tp=2"])
 def test_disabled_autocasts_and_complex_numbers_compute_in_fp32(mesh: str, tmp_path: Path) -> None:
-    """`again` runs twice inside of disabled autocasts; its product and those of complex numbers are in fp32."""
+    """Both calls of the layer `again` are inside disabled autocasts. Their products are in fp32, and so are those of the
+    distances and of complex numbers.
+    """
     (tmp_path / "demanding.py").write_text(DEMANDING)
     package = partc.compile(tmp_path / "demanding.py", mesh=mesh, precision="bf16")
     ops = [op for region in package.program.regions for op in region.forward.ops if is_matmul(op)]

@@ -100,7 +100,7 @@ def _following_functions(checkpoints: Checkpoints, parts: int, *, whole: bool) -
 
 
 def _node_reader() -> Callable[[Tensor], Any]:
-    """The getter of `grad_fn`. Code of the model gets nodes that refuse hooks."""
+    """The getter of `Tensor.grad_fn`. The model's code receives nodes that refuse hooks, torch's code the real ones."""
     nodes: Any = Tensor.grad_fn
 
     def node(x: Tensor) -> Any:

@@ -103,7 +103,7 @@ def test_the_runtime_needs_torch_alone() -> None:
     ],
 )
 def test_these_import_no_torch(code: str) -> None:
-    heavy = "{'torch', 'numpy', 'scipy', 'sympy', 'transformers', 'rich', 'jinja2'}"
+    heavy = "{'torch', 'numpy', 'highspy', 'sympy', 'transformers', 'rich', 'jinja2'}"
     script = f"{code}\nimport sys\nassert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -218,7 +218,7 @@ def test_files_are_written_as_a_whole() -> None:
 
 def test_integer_programs_are_solved_in_one_place() -> None:
     """The place that keeps the solver's text off standard output, where a command writes its JSON."""
-    found = [path.name for path in MODULES.values() if re.search(r"\b(milp|linprog)\b", path.read_text())]
+    found = [path.name for path in MODULES.values() if re.search(r"\b(highspy|milp|linprog)\b", path.read_text())]
     assert found == ["integer_program.py"]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from partc.sharding.integer_program import solve_integer_program
+from partc.sharding.integer_program import LinearConstraints, solve_integer_program
 
 Array = Any  # numpy's
 
@@ -132,12 +132,7 @@ class _UseModel:
         return None if found is None else found[0]
 
     def _solved(self, number: Array, fixed: Mapping[int, int]) -> tuple[float, tuple[int, ...]] | None:
-        from scipy.optimize import Bounds, LinearConstraint
-        from scipy.sparse import csr_matrix
-
         entries = [(index, column, value) for index, (row, _) in enumerate(self.rows) for column, value in row.items()]
-        rows, columns, values = zip(*entries, strict=True)
-        matrix = csr_matrix((values, (rows, columns)), shape=(len(self.rows), self.width))
         cost = np.zeros(self.width)
         cost[self.slowest] = 1.0
         for column in range(self.exposed, self.exposed + len(self.needs.ranks)):
@@ -154,14 +149,15 @@ class _UseModel:
         total[0, : self.calls] = 1
         found = solve_integer_program(
             cost,
-            constraints=[
-                LinearConstraint(matrix, -np.inf, [bound for _, bound in self.rows]),
-                LinearConstraint(total, *number),
+            [
+                LinearConstraints.sparse(entries, -np.inf, [bound for _, bound in self.rows], len(self.rows)),
+                LinearConstraints.dense(total, *number),
             ],
-            integrality=whole,
-            bounds=Bounds(low, high),
+            integral=whole,
+            lower=low,
+            upper=high,
             options=_OPTIONS,
-        )
-        if found.x is None:
+        ).values
+        if found is None:
             return None
-        return float(found.x[self.slowest]) * self.unit, tuple(round(use) for use in found.x[: self.calls])
+        return float(found[self.slowest]) * self.unit, tuple(round(use) for use in found[: self.calls])

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from partc.errors import InternalError
-from partc.sharding.integer_program import solve_integer_program
+from partc.sharding.integer_program import LinearConstraints, solve_integer_program
 
 _TOLERANCE = 1e-6  # of the solver, for integers
 Price = Mapping[str, float]  # criterion -> amount
@@ -182,31 +181,29 @@ class _Model:
 
     def _minimized(self, cost: np.ndarray, upper: np.ndarray, kept: Kept) -> np.ndarray | None:
         """The columns with the least cost; None if none keep the earlier costs."""
-        from scipy.optimize import Bounds, LinearConstraint
-
         # The relaxation is nearly always integral once the few columns in earlier costs are.
         priced = np.any([old > 0.0 for old, _ in kept], axis=0)
         # Slack for the solver's tolerance, relative to the largest price; the first value nearly always suffices.
         for slack in (1e-6, 1e-5, 1e-4):
             bounds = [
-                LinearConstraint(old[np.newaxis, :], -np.inf, best + slack * max(1.0, abs(best))) for old, best in kept
+                LinearConstraints.dense(old[np.newaxis], -np.inf, best + slack * max(1.0, abs(best)))
+                for old, best in kept
             ]
             for integrality in (priced, self.integrality) if kept else (self.integrality,):
                 result = solve_integer_program(
                     cost,
-                    constraints=[self.constraints, *bounds],
-                    integrality=integrality,
-                    bounds=Bounds(0, upper),
+                    [self.constraints, *bounds],
+                    integral=integrality,
+                    upper=upper,
                     options={"mip_rel_gap": 1e-9},
                 )
-                if result.x is None or self._is_integral(result.x):
+                if result.values is None or self._is_integral(result.values):
                     break
-            if result.status == 2 and kept:
+            if result.infeasible and kept:
                 continue
-            if result.status != 2 and result.x is None:
+            if result.values is None and not result.infeasible:
                 raise InternalError(f"the placement solver stopped: {result.message}")
-            found: np.ndarray | None = result.x
-            return found
+            return result.values
         return None
 
     def _is_integral(self, found: np.ndarray) -> bool:
@@ -232,14 +229,8 @@ class _Model:
         return found
 
     @cached_property
-    def constraints(self) -> Any:
-        """All rows, in scipy's form."""
-        from scipy.optimize import LinearConstraint
-        from scipy.sparse import csr_matrix
-
-        rows, columns, values = zip(*self._entries, strict=True)
-        matrix = csr_matrix((values, (rows, columns)), shape=(len(self._low), len(self._upper)))
-        return LinearConstraint(matrix, self._low, self._high)
+    def constraints(self) -> LinearConstraints:
+        return LinearConstraints.sparse(self._entries, self._low, self._high, len(self._low))
 
     def solution(self, found: np.ndarray) -> Solution:
         chosen = {

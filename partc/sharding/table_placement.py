@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from partc.sharding.integer_program import solve_integer_program
+from partc.sharding.integer_program import LinearConstraints, solve_integer_program
 
 _NODES = 2000  # of the search tree; if the solver finds nothing better in time, the greedy placement is used
 _GAP = 1e-3
@@ -121,20 +121,19 @@ def _units(tables: Sequence[WholeTable], ranks: int, starts: Starts) -> tuple[fl
 def _solved(tables: Sequence[WholeTable], ranks: int, starts: Starts) -> dict[str, int]:
     """The integer program's placement; empty if the solver finds none in time."""
     import numpy as np
-    from scipy.optimize import Bounds, LinearConstraint
 
     program = _Program(tables, ranks, starts)
     rows, lower, most = zip(*program.rows(), strict=True)
     found = solve_integer_program(
         program.costs(),
-        constraints=[LinearConstraint(np.array(rows), np.array(lower), np.array(most))],
-        integrality=program.integral(),
-        bounds=Bounds(0, program.upper_bounds()),
-        options={"mip_rel_gap": _GAP, "node_limit": _NODES},
-    )
-    if found.x is None:
+        [LinearConstraints.dense(np.array(rows), lower, most)],
+        integral=program.integral(),
+        upper=program.upper_bounds(),
+        options={"mip_rel_gap": _GAP, "mip_max_nodes": _NODES},
+    ).values
+    if found is None:
         return {each.name: each.rank or 0 for each in tables if _pinned(each)}
-    return program.placement(found.x)
+    return program.placement(found)
 
 
 class _Program:

@@ -25,7 +25,7 @@ from partc.errors import InternalError
 from partc.ir.naming import unique
 from partc.ir.program import Call, Program, Region
 from partc.passes.recompute.choice import Point
-from partc.sharding.integer_program import solve_integer_program
+from partc.sharding.integer_program import LinearConstraints, solve_integer_program
 
 MOST_POINTS = 2  # the most points that a stage uses for a region
 FINEST = 10**8  # numbers up to which the solver is exact
@@ -243,20 +243,18 @@ class _BudgetProgram:
         return found
 
     def _solved(self, prices: Any, rows: Sequence[tuple[Any, float, float]], upper: Any) -> list[dict[int, int]] | None:
-        from scipy.optimize import Bounds, LinearConstraint
-
         matrix, lower, most = (np.array(each) for each in zip(*rows, strict=True))
         found = solve_integer_program(
             prices,
-            constraints=LinearConstraint(matrix, lower, most),
-            integrality=np.ones(len(upper)),
-            bounds=Bounds(0, upper),
+            [LinearConstraints.dense(matrix, lower, most)],
+            integral=np.ones(len(upper)),
+            upper=upper,
             options={"mip_rel_gap": 0.0},
-        )
-        if found.x is None:
+        ).values
+        if found is None:
             return None
         dealt: list[dict[int, int]] = [{} for _ in range(self.slots)]
-        numbers = np.rint(found.x[: len(self.columns)]).astype(int)
+        numbers = np.rint(found[: len(self.columns)]).astype(int)
         for (slot, index), number in reversed(list(zip(self.columns, numbers, strict=True))):
             if number:
                 dealt[slot][index] = int(number)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from partc.errors import InternalError
-from partc.sharding.integer_program import solve_integer_program
+from partc.sharding.integer_program import LinearConstraints, solve_integer_program
 
 WORK = 10**6  # a frontier is complete while its points, times the square of the variables, are within this number
 NODES = 1000  # the most nodes of the search for a solution; ordinary models take a few
@@ -191,19 +191,17 @@ class _Constraints:
         return None
 
     def _solved(self, prices: Any, limits: Sequence[_Limit]) -> Point | None:
-        from scipy.optimize import Bounds, LinearConstraint
-
-        constraints = [LinearConstraint(self.matrix, self.lower, np.inf)]
-        constraints += [LinearConstraint(limit.row[None, :], -np.inf, limit.room + 0.5) for limit in limits]
+        rows = [LinearConstraints.dense(self.matrix, self.lower, np.inf)]
+        rows += [LinearConstraints.dense(limit.row[None, :], -np.inf, limit.room + 0.5) for limit in limits]
         unit = math.gcd(*map(int, prices)) or 1
         found = solve_integer_program(
             prices / unit,
-            constraints=constraints,
-            integrality=np.ones(len(prices)),
-            bounds=Bounds(0, 1),
-            options={"mip_rel_gap": 0.0, "node_limit": NODES},
-        )
-        return None if found.x is None else self._point(found.x > 0.5)
+            rows,
+            integral=np.ones(len(prices)),
+            upper=1.0,
+            options={"mip_rel_gap": 0.0, "mip_max_nodes": NODES},
+        ).values
+        return None if found is None else self._point(found > 0.5)
 
     def _point(self, chosen: Sequence[bool]) -> Point:
         count = len(self.choice.ops)

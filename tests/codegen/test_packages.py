@@ -57,7 +57,7 @@ def test_shown_code_is_what_is_emitted(name: str) -> None:
 @pytest.mark.slow
 def test_package_needs_torch_alone(build: Path) -> None:
     """Every other package that partc itself uses is made impossible to import."""
-    blocked = ["partc", "jinja2", "scipy", "sympy", "click", "rich", "safetensors", "transformers"]
+    blocked = ["partc", "jinja2", "scipy", "highspy", "sympy", "click", "rich", "safetensors", "transformers"]
     code = (
         f"import runpy, sys; sys.modules.update(dict.fromkeys({blocked!r}));"
         f" sys.argv = ['train.py', '--virtual', '--steps', '2']; sys.path.insert(0, {str(build)!r});"

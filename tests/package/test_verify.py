@@ -362,7 +362,7 @@ def test_a_folder_that_is_no_package(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_packages_need_torch_alone(package: Path, tmp_path: Path) -> None:
     """They train where partc isn't installed, nor anything else that torch can do without."""
-    absent = ("partc", "numpy", "safetensors", "scipy", "jinja2", "click", "rich", "transformers")
+    absent = ("partc", "numpy", "safetensors", "scipy", "highspy", "jinja2", "click", "rich", "transformers")
     program = (
         f"import sys, runpy; sys.modules.update(dict.fromkeys({absent!r})); "
         f"sys.argv = ['train.py', '--virtual', '--steps', '2', '--record', {str(tmp_path / 'record')!r}]; "

@@ -240,8 +240,9 @@ class _AllExperts(Lift):
     multiplied: bool = False
 
     def _numbered(self, ops: Sequence[Op], operands: Sequence[Lifted]) -> Lifted:
+        made = Lift._numbered(self, ops, operands)
         self.gated |= operands[0].name not in self.weights
-        return Lift._numbered(self, ops, operands)
+        return made
 
     def _stacked(self, op: Op, result: Value, operands: Sequence[Lifted]) -> Lifted:
         if op.name not in ("linear", "matmul"):

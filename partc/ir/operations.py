@@ -42,7 +42,7 @@ def _declare(names: str, **facts: Any) -> None:
 _declare("reshape", memory="some", kernels=0, keeps=True)
 _declare("permute expand alias wait", memory="view", kernels=0, keeps=True)
 _declare("slice split", memory="view", kernels=0)
-_declare("detach", memory="view", keeps=True, differentiable=False)
+_declare("detach detach_", memory="view", keeps=True, differentiable=False)
 _declare("diagonal unfold real imag", memory="view")
 _declare("as_strided", memory="some")
 _declare("view _unsafe_view view_as unflatten squeeze unsqueeze", memory="view", keeps=True, spells="reshape")

@@ -241,6 +241,25 @@ def _any_or_all(w: Writer, op: Op) -> None:
     w.add(op, *(("gt", (found, 0)) if op.name == "any" else ("eq", (found, math.prod(shape)))))
 
 
+def _comparison(w: Writer, op: Op) -> None:
+    """A comparison of integers with a constant tensor of one integer, as one with a Python integer."""
+    one, other = op.args
+    if op.name in ("eq", "ne") and _integer(w, one) is not None:
+        one, other = other, one
+    number = _integer(w, other)
+    integers = isinstance(one, Ref) and w.types[one.name].dtype.startswith(("i", "u"))
+    w.keep(op if number is None or not integers else replace(op, args=(one, number)))
+
+
+def _integer(w: Writer, arg: Arg) -> int | None:
+    """The integer that a constant tensor without dimensions holds; None for other arguments."""
+    maker = w.made.get(arg.name) if isinstance(arg, Ref) else None
+    if maker is None or maker.name != "full" or maker.args[0] != ():
+        return None
+    number = maker.args[1]
+    return number if isinstance(number, int) and not isinstance(number, bool) else None
+
+
 def _as_float(w: Writer, op: Op) -> Arg:
     """The operand, cast to the dtype of the reduction's result."""
     dtype = op.result.type.dtype
@@ -464,6 +483,7 @@ REWRITES: Mapping[str, Rewrite] = {
     "addmm": _addmm,
     "baddbmm": _baddbmm,
     **_shared_rewrite("matmul mm bmm", _matmul),
+    **_shared_rewrite("eq ne lt le gt ge", _comparison),
     # reductions
     "mean": _mean,
     **_shared_rewrite("sum amax amin", _reduction),

@@ -849,6 +849,19 @@ class Hits(nn.Module):
                 for (e,) in torch.bincount(chosen.flatten(), minlength=4).nonzero().tolist():
                     rows = torch.where(chosen[:, 1] == e)[0]
                     out[rows] += self.experts[e](x[rows])
+            case "distinct":  # numbers below a bound
+                for e in (chosen % 4).unique().tolist():
+                    rows, _ = torch.where(chosen % 4 == e)
+                    out.index_add_(0, rows, self.experts[e](x[rows]))
+            case "distinct places":
+                slot = one.flatten(1).argmax(1) % 4
+                for e in torch.unique(slot.to(torch.int32), sorted=False):
+                    out[slot == e] += self.experts[int(e)](x[slot == e])
+            case "distinct and counted":
+                found, counts = torch.unique(one.topk(1).indices.flatten(), return_counts=True)
+                for e in found.tolist():
+                    rows, _ = torch.where(chosen == e)
+                    out.index_add_(0, rows, self.experts[e](x[rows]) / counts.sum())
             case "twice":
                 first, last = (one[:, slot].amax(0) for slot in range(2))
                 for e in torch.where(first)[0]:
@@ -944,7 +957,13 @@ def choices(*experts: int) -> dict[str, Tensor]:
     return {"x": torch.randn(8, 8, dtype=torch.float64), "chosen": chosen, "other": torch.arange(4) % 2 == 0}
 
 
-@pytest.mark.parametrize("style", ["marked", "compared", "counted", "twice", "full", "shifted", "before"])
+@pytest.mark.parametrize(
+    "style",
+    [
+        "marked", "compared", "counted", "distinct", "distinct places", "distinct and counted", "twice", "full",
+        "shifted", "before",
+    ],
+)  # fmt: skip
 def test_loops_over_chosen_experts_leave_out_the_others(style: str) -> None:
     equals_eager(lambda: Hits(style), [choices(0, 1), choices(3, 1), choices(2), choices(1, 0)])
 
@@ -952,12 +971,16 @@ def test_loops_over_chosen_experts_leave_out_the_others(style: str) -> None:
 @pytest.mark.parametrize(
     "style",
     [
-        "unrelated", "crowded", "next", "other slot", "other dimension", "changed", "rounded",
-        "reversed", "listed", "pairs",
-        "numbered", "first", "first two", "after the last",
+        "unrelated", "crowded", "next", "other slot", "other dimension", "changed", "rounded", "numbered", "first",
+        "first two",
     ],
 )  # fmt: skip
-def test_loops_over_places_that_change_rows_of_other_masks_are_refused(style: str) -> None:
+def test_other_loops_over_places_are_branches(style: str) -> None:
+    equals_eager(lambda: Hits(style), [choices(0, 1), choices(3, 1), choices(2), choices(1, 0)])
+
+
+@pytest.mark.parametrize("style", ["reversed", "listed", "pairs", "after the last"])
+def test_loops_over_places_in_another_order_are_refused(style: str) -> None:
     with pytest.raises(PartcError) as error:
         equals_eager(lambda: Hits(style), [choices(0, 1), choices(3, 1)])
     assert error.value.code == "P0206" and error.value.source is not None

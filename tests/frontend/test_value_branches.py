@@ -534,6 +534,23 @@ def test_branches_within_branches() -> None:
     follows_both_ways(chain, *(of(*case) for case in cases))
 
 
+def skipping(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """A sum to which each of three turns may add."""
+    total = torch.zeros_like(x)
+    for turn in range(3):
+        if x[turn].mean() < 0:
+            continue
+        total = total + net.layer(x * (turn + 1))
+    return total.sin().mean()
+
+
+@pytest.mark.parametrize("signs", [(1, 1, 1), (-1, -1, -1), (1, -1, 1), (-1, 1, -1)])
+def test_turns_that_are_left_out_add_nothing(signs: tuple[int, ...]) -> None:
+    x = torch.linspace(0.1, 1, 64).reshape(8, 8)
+    x[:3] *= torch.tensor(signs)[:, None]
+    follows_both_ways(skipping, {"x": x, "y": torch.arange(8)})
+
+
 def aliased(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Changes behind a branch of memory that one outcome passes on."""
     h = net.layer(x).clone()

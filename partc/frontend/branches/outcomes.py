@@ -24,6 +24,16 @@ class Parity:
         return isinstance(number, int) and (number & self.bits).bit_count() % 2 == self.odd
 
 
+@dataclass(frozen=True, slots=True)
+class AllBut:
+    """All numbers but one."""
+
+    number: int
+
+    def __contains__(self, number: object) -> bool:
+        return number != self.number
+
+
 _NONE: Container[int] = frozenset[int]()
 _ALL = Parity(0, odd=False)
 _EVEN, _ODD = Parity(1, odd=False), Parity(1, odd=True)
@@ -57,6 +67,11 @@ PARTLY_BELOW = tuple(Outcomes(below=numbers) for numbers in _PARITIES)
 def on_path(below: Sequence[bool]) -> Outcomes:
     """The outcomes in which the first random numbers are below their limits or not, and all further ones are not."""
     return Outcomes(below=frozenset(number for number, each in enumerate(below) if each), kept=True)
+
+
+def one_unlike(all: Outcomes, number: int) -> Outcomes:
+    """The outcomes ABOVE or BELOW, except that one branch has the other outcome."""
+    return Outcomes(below=AllBut(number) if number in all.below else frozenset({number}), kept=True)
 
 
 def told_apart(count: int, sources: Iterable[Source | None]) -> int:

@@ -26,7 +26,7 @@ from partc.frontend.branches.outcomes import (
     PARTLY_BELOW,
     SECOND_BELOW,
     Outcomes,
-    on_path,
+    one_unlike,
     told_apart,
 )
 from partc.ir.gradients import reached
@@ -90,21 +90,37 @@ def join_outcomes(found: Branching, trace: Callable[[Outcomes], Branching]) -> J
     `found` is the trace of ABOVE. Raises PartcError P0206 if the outcomes differ in more than left-out operations.
     """
     first = trace(FIRST_BELOW)
-    kept, longer = found, ABOVE
-    of_values = any(branch.of_values for branch in found.branches)
-    if not of_values and len(first.graph.ops) > len(found.graph.ops):
-        kept, longer = trace(BELOW), BELOW
+    if len(first.graph.ops) <= len(found.graph.ops):
+        return _joined(found, first, ABOVE, trace)
+    if not any(branch.of_values for branch in found.branches):
+        return _joined(trace(BELOW), first, BELOW, trace)
+    try:
+        return _joined(found, first, ABOVE, trace)
+    except PartcError as error:
+        if error.code != "P0206":
+            raise
+        refusal = error
+    try:  # values that no operation of this trace tells apart, such as a sum to which no branch adds
+        return _joined(trace(BELOW), first, BELOW, trace)
+    except PartcError:
+        raise refusal from None
+
+
+def _joined(kept: Branching, first: Branching, longer: Outcomes, trace: Callable[[Outcomes], Branching]) -> Joined:
+    """The traces of all outcomes, joined to the trace `kept`, whose outcomes are ABOVE or BELOW. `first` is the trace of
+    FIRST_BELOW.
+    """
     others: list[Outcomes] = [FIRST_BELOW]
-    tests = {branch.number: branch.source for branch in found.branches}
-    if of_values and len(tests) > 2:
-        others = [*(on_path((*(False,) * number, True)) for number in range(len(tests))), *others]
+    tests = {branch.number: branch.source for branch in kept.branches}
+    if any(branch.of_values for branch in kept.branches) and len(tests) > 2:
+        others = [*(one_unlike(longer, number) for number in range(len(tests))), *others]
     if len(tests) > 1:
         others.append(SECOND_BELOW)
     elif longer is BELOW:
         others = [ABOVE]
     bits = told_apart(len(tests), tests.values())
     others.extend(PARTLY_BELOW[: max(0, 2 * bits - 2)])
-    known: Mapping[Outcomes, Branching] = {ABOVE: found, FIRST_BELOW: first}
+    known: Mapping[Outcomes, Branching] = {longer: kept, FIRST_BELOW: first}
     _Join(kept).check_branches(first)
     kept, *traces = _with_late_branches(
         [kept, *(known[outcomes] if outcomes in known else trace(outcomes) for outcomes in others)]

@@ -33,7 +33,7 @@ from typing import Any
 from partc.errors import PartcError, Source
 from partc.frontend.selections.selection_tests import TESTED
 from partc.ir.operations import KEEPING, SHOWING, spelling
-from partc.ir.program import SELECTED, Graph, Op, Ref, TensorType, is_change
+from partc.ir.program import SELECTED, Arg, Graph, Op, Ref, TensorType, is_change
 
 LONGEST = 16  # the most operations between two masks and their common source
 _ALIKE = KEEPING - spelling("permute") - spelling("expand")  # the result has the operand's elements in order
@@ -254,9 +254,9 @@ class _Zeros:
 
     def _is_unmet(self, op: Op) -> bool:
         """Whether an operation compares numbers with one whose count among them is zero."""
-        if op.name != "eq" or not isinstance(op.args[0], Ref) or not isinstance(op.args[1], int):
+        if op.name != "eq" or not isinstance(op.args[0], Ref) or (number := self._number(op.args[1])) is None:
             return False
-        name, number = op.args[0].name, op.args[1]
+        name = op.args[0].name
         found = [seed for seed in self.seeds if seed.dim is not None and seed.first <= number < seed.last]
         numbers = self._maker(name)
         if numbers is not None and numbers.name == "repeat_interleave":
@@ -269,6 +269,16 @@ class _Zeros:
             if counted is not None and self._is_among(name, counted):
                 return True
         return False
+
+    def _number(self, operand: Arg) -> int | None:
+        """The integer that an operand is, or that it holds as a constant."""
+        if not isinstance(operand, Ref):
+            return operand if isinstance(operand, int) else None
+        op = self._maker(self._rearranged_source(operand.name))
+        match (op.name, op.args) if op is not None else None:
+            case ("constant", ((int(number),), ())):
+                return number
+        return None
 
     def _counted(self, op: Op) -> str | None:
         """The operand whose numbers an operation counts (bincount) or marks (one-hot); None for other operations."""

@@ -64,7 +64,7 @@ class SelectionTests:
         joined: Collection[str],
     ) -> None:
         """`selects` returns the outcome of a test, given its number within its `call`. `guard` returns the outcome of a
-        test in a frame if its other outcome only raises. On the lines `joined`, a test of a whole mask is a `branch`.
+        test in a frame if its other outcome only raises. On the lines `joined`, a test is a `branch`.
         """
         self.sources: list[Source] = []
         self.frame: FrameType | None = None
@@ -115,13 +115,17 @@ class SelectionTests:
 
     def iterations(self, mask: Tensor, places: Sequence[Any], sources: Sequence[Source]) -> Iterator[Any]:
         """Iterate over the places of a mask's elements, with a recorded test for each."""
+        line = str(next(iter(sources), ""))
+        if line in self._joined:
+            yield from (place for element, place in zip(mask, places, strict=True) if self._branch(element))
+            return
         self.sources.extend(sources)
         self._loops += 1
         loop = self._loops
         try:
             for number, place in enumerate(places):
                 outcome = self._outcome(mask, number, number + 1)
-                torch.ops.partc.selection_tested.default([mask.detach()], number, number + 1, loop, "", outcome)
+                torch.ops.partc.selection_tested.default([mask.detach()], number, number + 1, loop, line, outcome)
                 if outcome:
                     yield place
         finally:

@@ -37,6 +37,7 @@ from partc.frontend.permissions import UNKNOWN_NUMBERS, permitted
 from partc.frontend.repeats.marks import MARK
 from partc.frontend.selections import rows_in_order
 from partc.frontend.selections.equal_groups import EqualGroups
+from partc.frontend.selections.integer_bounds import IntegerBounds
 from partc.frontend.selections.mask_counts import SHAPES, MaskCounts
 from partc.frontend.selections.row_counts import (
     TESTS_OF_ZERO,
@@ -52,6 +53,7 @@ from partc.frontend.selections.selected_rows import INTEGERS, MaskedRows, Select
 from partc.frontend.selections.selection_tests import Iterations, SelectionTests, caller_frame
 from partc.frontend.selections.value_floats import ValueFloat
 from partc.frontend.statements import enclosing_nodes
+from partc.frontend.traceable_forms.functions import fixed_bincount
 from partc.torch_private import without_modes, without_overriding
 
 _ARITHMETIC = frozenset({
@@ -131,6 +133,7 @@ class Selections:
         self._shown, self._value, self._know = shown, value, know
         self._rows = SelectedRows(value, know)
         self._counts = MaskCounts()
+        self._bounds = IntegerBounds()
         self._parts = SelectedParts(self._rows, self._counts, self.tests.parts)
         self._groups = EqualGroups(self._rows, self._counts)
         self._copies: ByTensor[bool] = ByTensor()  # rows looked up at unknown places, which are views in eager code
@@ -180,6 +183,7 @@ class Selections:
         self._groups.check((args, kwargs))
         with without_overriding():  # the trace's modes would intercept every read of a dtype
             self._counts.follow(name, args, kwargs, made)
+            self._bounds.follow(name, args, kwargs, made)
             self._rows.widen(name, args, made)
             parts = name in ("unbind", "__getitem__", "cumsum") and args[0].dim() == 1 and args[0].dtype in INTEGERS
         if parts and name == "cumsum":
@@ -349,6 +353,17 @@ class Selections:
         ):
             return NotImplemented
         return self._groups.distinct(call.given)
+
+    def _distinct_numbers(self, call: _TorchCall) -> Any:
+        """x.unique() of integers below a known bound: the places of the numbers that occur, and their counts."""
+        bound = self._bounds.of(call.given)
+        if bound is None or call.argument(2, "return_inverse", False) or call.argument(4, "dim") is not None:
+            return NotImplemented
+        counts = fixed_bincount(call.given.flatten(), minlength=bound)
+        found = self._rows.found(counts, as_tuple=True)[0]
+        if not call.argument(3, "return_counts", False):
+            return found
+        return found, self._read(_TorchCall(Tensor.__getitem__, "__getitem__", (counts, found), {}))
 
     def _rolled(self, call: _TorchCall) -> Any:
         """x.roll(number, dim), as a lookup of rows."""
@@ -695,6 +710,7 @@ _CALLS: Mapping[str, Callable[[Selections, _TorchCall], Any]] = {
     **_named("cat concat concatenate", Selections._joined),
     "masked_select": Selections._masked,
     "unique_consecutive": Selections._distinct,
+    "unique": Selections._distinct_numbers,
     **_named("masked_scatter masked_scatter_", Selections._scattered),
     **dict.fromkeys(_ARITHMETIC, Selections._spread),
     **dict.fromkeys(CONTRACTIONS, Selections._contracted),

@@ -14,11 +14,12 @@
 The operation table assigns each operation `low` (16 bits), `high` (fp32) or `any` (the type of its widest operand);
 `casts` overrides it by name. The table follows torch's autocast, except that norms read and write 16 bits and sum in
 fp32 inside. A bias, also one of each expert, is added in the precision of its product, as if one operation computed
-both. Activations between calls have 16 bits; single numbers do not. A parameter is read in 16 bits if some operation
-wants it so, unless forward changes it or averages it into another one. The optimizer's copy, and gradients summed over
-microbatches, stay fp32 (Micikevicius et al. 2018, Mixed Precision Training, sections 3.1 and 3.3). If a table has
-sparse gradients, only the rows that a step looks up are cast. Constants, and values computed once per step, are
-unchanged.
+both. Activations between calls have 16 bits. Single numbers, and values that receive no gradient, such as running
+statistics and positions, keep the type of their computation, unless all operations read them in 16 bits. A parameter is
+read in 16 bits if some operation wants it so, unless forward changes it or averages it into another one. The
+optimizer's copy, and gradients summed over microbatches, stay fp32 (Micikevicius et al. 2018, Mixed Precision Training,
+sections 3.1 and 3.3). If a table has sparse gradients, only the rows that a step looks up are cast. Constants, and
+values computed once per step, are unchanged.
 
 Operations inside `torch.autocast(…, enabled=False)`, and those on complex numbers, are `wide`: they run in fp32, as
 under torch's autocast.
@@ -38,6 +39,7 @@ import torch
 
 from partc.errors import PartcError, Source
 from partc.ir.expert_products import ExpertMatmul
+from partc.ir.gradients import reached
 from partc.ir.naming import unique
 from partc.ir.operations import VIEWS
 from partc.ir.operators import DTYPES
@@ -47,6 +49,8 @@ from partc.rules import Precision, is_elementwise, is_matmul, precision_of
 
 _WIDE: DType = "f32"
 _VIEWS = VIEWS | {"cat", "repeat"}
+# A region, the types of its inputs, its parameters of 16 bits, inputs with numbers beyond, and outputs that keep types.
+_Key = tuple[str, tuple[DType, ...], tuple[bool, ...], frozenset[int], frozenset[str]]
 
 
 def precision(program: Program, *, low: DType | None = None, casts: Mapping[str, Precision] | None = None) -> Program:
@@ -94,12 +98,15 @@ class _Mixed:
         self.program = program
         self.low = low
         self.casts = casts
-        self.variants: dict[tuple[str, tuple[DType, ...], tuple[bool, ...], frozenset[int]], Region] = {}
+        self.variants: dict[_Key, Region] = {}
         self.beyond: set[str] = set()  # values with numbers that 16 bits cannot hold
         self.tables = {parameter.name for parameter in program.parameters if parameter.sparse}
         self._read_low = {region.name: tuple(dict.fromkeys(self._reads_low(region))) for region in program.regions}
         self.types = {name: type.dtype for name, type in program.value_types().items()}
+        self.trained = {parameter.name for parameter in program.parameters if parameter.trainable}
+        self.live: set[str] = set()  # values that receive a gradient
         self.updates = {value for _, value in program.updates}
+        self.only_low = self._only_low()
         wide = {name for name, _ in program.updates} | {name for call in program.calls for name in self._averaged(call)}
         self.low_parameters = {name for call in program.calls for name in self._wanted_low(call)} - wide
 
@@ -116,11 +123,11 @@ class _Mixed:
         lows = tuple(name in self.low_parameters for name in call.params)
         over = frozenset(index for index, name in enumerate(call.args) if name in self.beyond)
         beyond = _beyond(region, self.low, over)
-        key = (region.name, given, lows, over)
+        kept = self._kept(call, region)
+        key = (region.name, given, lows, over, kept)
         if key not in self.variants:
             taken = {variant.name for variant in self.variants.values()}
             name = unique(region.name, taken)
-            kept = {out for out, made in zip(region.forward.outputs, call.results, strict=True) if made in self.updates}
             mixed = region.phase == "microbatch"
             self.variants[key] = replace(
                 self._region(region, given, lows, beyond, kept) if mixed else region, name=name
@@ -139,7 +146,7 @@ class _Mixed:
         given: tuple[DType, ...],
         lows: tuple[bool, ...],
         beyond: set[str],
-        kept: set[str],
+        kept: frozenset[str],
     ) -> Region:
         inputs = tuple(
             replace(value, type=replace(value.type, dtype=dtype))
@@ -183,6 +190,18 @@ class _Mixed:
                 wanted = "low"
             yield op, wanted
 
+    def _kept(self, call: Call, region: Region) -> frozenset[str]:
+        """The outputs of a call's region that keep the type of their computation: new values of buffers, and values
+        that receive no gradient, unless all of their readers want 16 bits.
+        """
+        roots = [value.name for value, name in zip(region.params, call.params, strict=True) if name in self.trained]
+        roots += [value.name for value, name in zip(region.forward.inputs, call.args, strict=True) if name in self.live]
+        live = reached(region.forward, roots)
+        results = [*zip(region.forward.outputs, call.results, strict=True)]
+        self.live.update(made for out, made in results if out in live)
+        exact = {out for out, made in results if out not in live and made not in self.only_low}
+        return frozenset(exact.union(out for out, made in results if made in self.updates))
+
     def _travels(self, type: TensorType) -> bool:
         """Whether a call's result is an activation rather than a loss or a count."""
         return bool(type.shape)
@@ -213,16 +232,33 @@ class _Mixed:
 
     def _reads_low(self, region: Region) -> Iterator[tuple[int, bool]]:
         """The parameters of a region that an operation reads in 16 bits, by index, and whether as a table."""
+        indices = {value.name: index for index, value in enumerate(region.params)}
+        for name, op, wanted in self._reads(region, region.params):
+            if wanted == "low":
+                yield indices[name], op == "embedding"
+
+    def _only_low(self) -> set[str]:
+        """The values that every operation reads in 16 bits, directly or through views."""
+        reads = {region.name: {*self._reads(region, region.forward.inputs)} for region in self.program.regions}
+        found: dict[str, set[Precision]] = {}
+        for call in self.program.calls:
+            inputs = self.program.region(call.region).forward.inputs
+            names = dict(zip((value.name for value in inputs), call.args, strict=True))
+            for name, _, wanted in reads[call.region]:
+                found.setdefault(names[name], set()).add(wanted)
+        return {name for name, wanted in found.items() if wanted == {"low"}}
+
+    def _reads(self, region: Region, given: tuple[Value, ...]) -> Iterator[tuple[str, str, Precision]]:
+        """The reads of given fp32 values by operations, directly or through views: value, operation, precision."""
         if region.phase != "microbatch":
             return
-        indices = {value.name: index for index, value in enumerate(region.params)}
-        views = {value.name: value.name for value in region.params if value.type.dtype == _WIDE}
+        views = {value.name: value.name for value in given if value.type.dtype == _WIDE}
         for op, wanted in self._wanted(region):
             read = [views[name] for name in op.refs() if name in views]
             if op.name in _VIEWS and read:
                 views.update((result.name, read[0]) for result in op.results)
-            elif wanted == "low":
-                yield from ((indices[name], op.name == "embedding") for name in read)
+            else:
+                yield from ((name, op.name, wanted) for name in read)
 
 
 class _CastWriter:

@@ -13,6 +13,7 @@ import partc
 from partc.api import compilation
 from partc.compilation.options import Options
 from partc.errors import PartcError
+from partc.ir.gradients import arguments_with_gradients
 from partc.ir.operations import RANDOM
 from partc.ir.parser import parse
 from partc.ir.printer import print_program
@@ -151,6 +152,67 @@ def test_tensors_that_forward_changes_and_weights_that_it_averages_are_read_in_f
     assert package.verify(steps=2).ok
     (region,) = (region for region in package.program.regions if region.params)
     assert {value.type.dtype for value in region.params} == {"f32"}
+
+
+class Views(nn.Module):
+    """Two batches pass a norm whose statistics move slowly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=0.001), nn.ReLU())
+
+    def forward(self, x: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+        return (self.body(x) - self.body(view)).square().mean()
+
+
+@pytest.mark.slow
+def test_values_without_gradients_keep_the_types_of_their_computation() -> None:
+    """A running variance crosses from the first call of its norm to the second; in 16 bits it would never change."""
+    batch = {"x": torch.randn(16, 6), "view": torch.randn(16, 6)}
+    package = partc.compile(Views, lambda: batch, mesh="1", precision="bf16")
+    program = package.program
+    types = {value.name: value.type for value in program.values}
+    low = {name for call in program.calls for name in call.results if types[name].dtype == "bf16"}
+    live = {name for _, name, _ in arguments_with_gradients(program)}
+    assert low and low <= live, low - live
+
+
+PREPARED = """
+program net mesh dp=1,tp=1 microbatches 1 loss loss
+input x
+value x: f32[4, 8]
+value a: f32[4, 8]
+value b: f32[4, 8]
+value loss: f32[]
+parameter w: f32[8, 8]
+call prepared = prepared(x; ) -> a, b
+call head = head(a, b; w) -> loss
+
+region prepared phase microbatch:
+  forward:
+    input x: f32[4, 8]
+    a = mul(x, 2.0)  # f32[4, 8]
+    b = mul(x, 1000.0)  # f32[4, 8]
+    return a, b
+
+region head phase microbatch:
+  param w: f32[8, 8]
+  forward:
+    input a: f32[4, 8]
+    input b: f32[4, 8]
+    h = matmul(a, w)  # f32[4, 8]
+    p = matmul(b, w)  # f32[4, 8]
+    turned = cos(b)  # f32[4, 8]
+    y = mul(h, turned)  # f32[4, 8]
+    z = mul(y, p)  # f32[4, 8]
+    loss = sum(z, (0, 1), False)  # f32[]
+    return loss
+"""
+
+
+def test_values_that_all_readers_want_in_16_bits_are_cast_by_their_makers() -> None:
+    program = precision(parse(PREPARED), low="bf16")
+    assert [(value.name, value.type.dtype) for value in program.values[1:3]] == [("a", "bf16"), ("b", "f32")]
 
 
 def test_sums_and_exponentials_are_wide() -> None:

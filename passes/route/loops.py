@@ -326,7 +326,7 @@ class Lift:
             raise NotEqualError
         if first.name == "split" and len({(op.name, op.args) for op in ops}) == 1:
             return self._parts(first, names)
-        if len(set(map(self.place, names))) > 1 or len({op.name for op in ops}) > 1:
+        if len(set(map(self.place, names))) > 1 or len({(op.name, len([*op.refs()])) for op in ops}) > 1:
             raise NotEqualError
         operands = [self.lifted(reads) for reads in zip(*(tuple(op.refs()) for op in ops), strict=True)]
         if first.name in RANDOM and not any(each.kind == "rows" for each in operands):
@@ -364,7 +364,8 @@ class Lift:
     def _numbered(self, ops: Sequence[Op], operands: Sequence[Lifted]) -> Lifted:
         """Operations that differ in the expert's number: rows of a shared tensor, or comparisons with it."""
         w, first = self.writer, ops[0]
-        if len(operands) != 1 or operands[0].kind != "shared" or len({op.result.type for op in ops}) > 1:
+        types = {tuple(value.type for value in op.results) for op in ops}
+        if len(operands) != 1 or operands[0].kind != "shared" or len(types) > 1:
             raise NotEqualError
         x, shape = operands[0].name, w.shape(operands[0].name)
         numbers = tuple(range(self.count))

@@ -611,6 +611,28 @@ class Shared(nn.Module):
         return x.square().mean()
 
 
+class Sums(nn.Module):
+    """Sums that are no mixtures: of products with a tensor and with numbers, and of least values along dimensions."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.up, self.least = nn.Linear(6, 8), kind == "least"
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        if self.least:
+            return (h.min(0).values + h.min(1).values).square().mean()
+        return (h * h + h * 2 + h * 3).square().mean()
+
+
+def products() -> nn.Module:
+    return Sums("products")
+
+
+def least() -> nn.Module:
+    return Sums("least")
+
+
 def summing() -> nn.Module:
     return Mixing("norm")
 
@@ -625,6 +647,8 @@ def flipping() -> nn.Module:
         (summing, "reads up as well"),
         (flipping, "not a parameter with a dimension"),
         (Shared, "not a parameter with a dimension"),
+        (products, "no experts in a form"),
+        (least, "no experts in a form"),
     ],
 )
 def test_experts_that_cannot_be_cut_are_refused(model: Any, cause: str) -> None:

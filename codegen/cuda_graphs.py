@@ -40,8 +40,7 @@ def obstacle(program: Program) -> Obstacle | None:
             cause="functions compiled by torch.compile decide on the host when to compile again",
             help="leave out --cuda-graphs, or add --kernels triton or --kernels aten",
         )
-    low = any(value.type.dtype == "f16" for region in program.regions for value in region.params)
-    if program.transport.compress and low:
+    if program.transport.compress and program.scaled:
         return Obstacle(
             cause="in fp16, the error feedback of --compress-grads is scaled by the loss scale, a number on the host",
             help="leave out --cuda-graphs or --compress-grads, or use --precision bf16",

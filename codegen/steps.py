@@ -181,7 +181,7 @@ class BackwardWriter:
         dtype = f"dtype={DTYPES[self.facts.types[name].dtype]}"
         shape = self.facts.types[name].layout.local_shape(self.facts.program.sizes)
         variable = self.names.fresh(emitted_name(gradient_name(self.wanted.get(name, name))))
-        if name == self.facts.program.loss and self._scaled():
+        if name == self.facts.program.loss and self.facts.program.scaled:
             spread = f".expand({shape})" if shape else ""
             code = f"{variable} = self.comm.scale_here.to({dtype}, copy=True){spread}"
             lines.append(Line(code=code, uses=frozenset({"torch"})))
@@ -193,10 +193,6 @@ class BackwardWriter:
             )
         )
         return variable
-
-    def _scaled(self) -> bool:
-        """Whether the loss is scaled, for small gradients in fp16."""
-        return any(value.type.dtype == "f16" for region in self.facts.program.regions for value in region.params)
 
     def _backward_call(self, run: Run) -> list[Line]:
         call, code = run.calls[0], self.facts.codes[run.region.name]

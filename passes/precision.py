@@ -115,7 +115,8 @@ class _Mixed:
         values = tuple(
             replace(value, type=replace(value.type, dtype=self.types[value.name])) for value in self.program.values
         )
-        return replace(self.program, calls=calls, regions=tuple(self.variants.values()), values=values)
+        regions = tuple(self.variants.values())
+        return replace(self.program, calls=calls, regions=regions, values=values, scaled=self.low == "f16")
 
     def _call(self, call: Call) -> Call:
         region = self.program.region(call.region)

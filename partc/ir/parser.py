@@ -248,7 +248,8 @@ class _TextReader:
 
     def _program(self, text: str) -> None:
         match = _matched(
-            rf"program {_NAME} mesh (\S+) microbatches (\d+)( separate)? loss {_NAME}(?: draws (\d+)( for rows)?)?",
+            rf"program {_NAME} mesh (\S+) microbatches (\d+)( separate)? loss {_NAME}( scaled)?"
+            r"(?: draws (\d+)( for rows)?)?",
             text,
         )
         self._head = Program(
@@ -257,8 +258,9 @@ class _TextReader:
             microbatches=int(match[3]),
             separate_batches=bool(match[4]),
             loss=_name(match[5]),
-            draws=int(match[6] or 0),
-            draws_for_rows=bool(match[7]),
+            scaled=bool(match[6]),
+            draws=int(match[7] or 0),
+            draws_for_rows=bool(match[8]),
         )
 
     def _input(self, text: str) -> None:

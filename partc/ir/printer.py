@@ -57,7 +57,7 @@ def print_program(program: Program, *, sources: bool = False) -> str:
     draws = f" draws {program.draws}{' for rows' * program.draws_for_rows}" if program.draws else ""
     lines = [
         f"program {written_name(program.name)} mesh {program.mesh} microbatches {program.microbatches}{separate}"
-        f" loss {written_name(program.loss)}{draws}"
+        f" loss {written_name(program.loss)}{' scaled' * program.scaled}{draws}"
     ]
     lines += [f"input {written_name(name)}{' whole' * (name in program.whole_inputs)}" for name in program.inputs]
     lines += [f"largest {written_name(name)} = {number}" for name, number in program.largest]

@@ -647,6 +647,7 @@ class Program:
     `values` types everything that passes between calls, the batch's entries (`inputs`) included;
     `loss` names the program value to minimise, a sum over every axis its layout calls partial. A program that only runs
     forward has `results` in its place: values by their paths in the returned object ("" for a lone tensor).
+    `scaled` says that gradients are those of the loss times a scale, which the step chooses, as fp16 needs.
     `updates` names the buffers that a microbatch changes, and the values that they take. `reached` names parameters
     that no gradient reaches in a step in which a value is zero, and this value; the pass `reach` reads it.
     With `separate_batches` each microbatch is a batch of its own, whose loss counts by its share of the step: shapes
@@ -677,6 +678,7 @@ class Program:
     regions: tuple[Region, ...] = ()
     calls: tuple[Call, ...] = ()
     loss: str = "loss"
+    scaled: bool = False
     results: tuple[tuple[str, str], ...] = ()
     draws: int = 0
     draws_for_rows: bool = False

@@ -391,6 +391,39 @@ def test_numbers_that_fp16_rounds_to_zero_are_added_in_fp32(tmp_path: Path) -> N
     torch.testing.assert_close(losses["fp16"], losses["fp32"], rtol=2e-2, atol=1e-3)
 
 
+LAW = """
+import torch
+from torch import nn
+
+class Law(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain, self.decay = nn.Parameter(torch.tensor(0.8)), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, t, y):
+        return (self.gain * torch.exp(-self.decay * t) - y).square().mean()
+
+def model():
+    return Law()
+
+def batch():
+    return {"t": torch.rand(16), "y": torch.rand(16)}
+"""
+
+
+def test_the_loss_is_scaled_where_no_weight_is_read_in_fp16(tmp_path: Path) -> None:
+    """Updates divide gradients by the scale; these packages did not multiply by it, and learned almost nothing."""
+    (tmp_path / "law.py").write_text(LAW)
+    losses = {}
+    for kind in ("fp32", "fp16"):
+        package = partc.compile(tmp_path / "law.py", mesh="dp=2", precision=kind)  # type: ignore[arg-type]
+        text = print_program(package.program)
+        assert print_program(parse(text)) == text
+        arguments = ["--optimizer", "sgd", "--lr", "0.5"]
+        losses[kind] = verify(package.write(tmp_path / kind), steps=6, virtual=True, arguments=arguments).losses
+    torch.testing.assert_close(torch.tensor(losses["fp16"]), torch.tensor(losses["fp32"]), rtol=1e-3, atol=0)
+
+
 LEARNABLE = """
 import torch
 from torch import nn

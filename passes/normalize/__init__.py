@@ -241,10 +241,10 @@ def _any_or_all(w: Writer, op: Op) -> None:
     w.add(op, *(("gt", (found, 0)) if op.name == "any" else ("eq", (found, math.prod(shape)))))
 
 
-def _comparison(w: Writer, op: Op) -> None:
+def _equality(w: Writer, op: Op) -> None:
     """A comparison of integers with a constant tensor of one integer, as one with a Python integer."""
     one, other = op.args
-    if op.name in ("eq", "ne") and _integer(w, one) is not None:
+    if _integer(w, one) is not None:
         one, other = other, one
     number = _integer(w, other)
     integers = isinstance(one, Ref) and w.types[one.name].dtype.startswith(("i", "u"))
@@ -483,7 +483,7 @@ REWRITES: Mapping[str, Rewrite] = {
     "addmm": _addmm,
     "baddbmm": _baddbmm,
     **_shared_rewrite("matmul mm bmm", _matmul),
-    **_shared_rewrite("eq ne lt le gt ge", _comparison),
+    **_shared_rewrite("eq ne", _equality),
     # reductions
     "mean": _mean,
     **_shared_rewrite("sum amax amin", _reduction),

@@ -107,8 +107,8 @@ def join_outcomes(found: Branching, trace: Callable[[Outcomes], Branching]) -> J
 
 
 def _joined(kept: Branching, first: Branching, longer: Outcomes, trace: Callable[[Outcomes], Branching]) -> Joined:
-    """The traces of all outcomes, joined to the trace `kept`, whose outcomes are ABOVE or BELOW. `first` is the trace of
-    FIRST_BELOW.
+    """The traces of all outcomes, joined to the trace `kept` of the outcomes `longer`: ABOVE or BELOW. `first` is the
+    trace of FIRST_BELOW.
     """
     others: list[Outcomes] = [FIRST_BELOW]
     tests = {branch.number: branch.source for branch in kept.branches}

@@ -36,8 +36,8 @@ from partc.frontend.by_tensor import ByTensor
 from partc.frontend.permissions import UNKNOWN_NUMBERS, permitted
 from partc.frontend.repeats.marks import MARK
 from partc.frontend.selections import rows_in_order
+from partc.frontend.selections.bounded_integers import BoundedIntegers
 from partc.frontend.selections.equal_groups import EqualGroups
-from partc.frontend.selections.integer_bounds import IntegerBounds
 from partc.frontend.selections.mask_counts import SHAPES, MaskCounts
 from partc.frontend.selections.row_counts import (
     TESTS_OF_ZERO,
@@ -133,7 +133,7 @@ class Selections:
         self._shown, self._value, self._know = shown, value, know
         self._rows = SelectedRows(value, know)
         self._counts = MaskCounts()
-        self._bounds = IntegerBounds()
+        self._bounds = BoundedIntegers()
         self._parts = SelectedParts(self._rows, self._counts, self.tests.parts)
         self._groups = EqualGroups(self._rows, self._counts)
         self._copies: ByTensor[bool] = ByTensor()  # rows looked up at unknown places, which are views in eager code
@@ -357,7 +357,8 @@ class Selections:
     def _distinct_numbers(self, call: _TorchCall) -> Any:
         """x.unique() of integers below a known bound: the places of the numbers that occur, and their counts."""
         bound = self._bounds.of(call.given)
-        if bound is None or call.argument(2, "return_inverse", False) or call.argument(4, "dim") is not None:
+        unlike = call.argument(2, "return_inverse", False) or call.argument(4, "dim") is not None
+        if bound is None or unlike or call.given.dtype not in INTEGERS or self._value(call.given) is not None:
             return NotImplemented
         counts = fixed_bincount(call.given.flatten(), minlength=bound)
         found = self._rows.found(counts, as_tuple=True)[0]

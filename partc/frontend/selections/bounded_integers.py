@@ -1,8 +1,8 @@
 """Upper bounds of integers, while a model is traced. Places along a dimension are below its size.
 
-    chosen = scores.topk(2).indices             below scores.shape[-1]
-    chosen.view(-1).to(torch.int32)             the same bound
-    chosen.unique()                     ->      torch.bincount(chosen, minlength=bound).nonzero()
+chosen = scores.topk(2).indices             below scores.shape[-1]
+chosen.view(-1).to(torch.int32)             the same bound
+chosen.unique()                     ->      torch.bincount(chosen, minlength=bound).nonzero()
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KEEPING = frozenset({
 })  # fmt: skip
 
 
-class IntegerBounds:
+class BoundedIntegers:
     """The tensors of a trace whose integers are at least zero and below a bound."""
 
     def __init__(self) -> None:
@@ -53,6 +53,7 @@ class IntegerBounds:
             for part in made if isinstance(made, tuple | list) else [made]:
                 if isinstance(part, Tensor):
                     self._bounds[part] = bound, part._version
-        elif name in ("remainder", "__mod__") and isinstance(args[1], int) and args[1] > 0:
-            if isinstance(made, Tensor) and not made.is_floating_point():
-                self._bounds[made] = args[1], made._version
+        elif name in ("remainder", "__mod__") and isinstance(made, Tensor):
+            divisor = args[1]
+            if isinstance(divisor, int) and divisor > 0 and not made.is_floating_point():
+                self._bounds[made] = divisor, made._version

@@ -14,7 +14,7 @@
 The operation table assigns each operation `low` (16 bits), `high` (fp32) or `any` (the type of its widest operand);
 `casts` overrides it by name. The table follows torch's autocast, except that norms read and write 16 bits and sum in
 fp32 inside. A bias, also one of each expert, is added in the precision of its product, as if one operation computed
-both. Activations between calls have 16 bits. Single numbers, and values that receive no gradient, such as running
+both. Activations between calls have 16 bits. Single numbers, and values without gradients for weights, such as running
 statistics and positions, keep the type of their computation, unless all operations read them in 16 bits. A parameter is
 read in 16 bits if some operation wants it so, unless forward changes it or averages it into another one. The
 optimizer's copy, and gradients summed over microbatches, stay fp32 (Micikevicius et al. 2018, Mixed Precision Training,
@@ -104,7 +104,7 @@ class _Mixed:
         self._read_low = {region.name: tuple(dict.fromkeys(self._reads_low(region))) for region in program.regions}
         self.types = {name: type.dtype for name, type in program.value_types().items()}
         self.trained = {parameter.name for parameter in program.parameters if parameter.trainable}
-        self.live: set[str] = set()  # values that receive a gradient
+        self.live: set[str] = set()  # activations: values from which gradients reach weights, also frozen ones
         self.updates = {value for _, value in program.updates}
         self.only_low = self._only_low()
         wide = {name for name, _ in program.updates} | {name for call in program.calls for name in self._averaged(call)}
@@ -193,9 +193,10 @@ class _Mixed:
 
     def _kept(self, call: Call, region: Region) -> frozenset[str]:
         """The outputs of a call's region that keep the type of their computation: new values of buffers, and values
-        that receive no gradient, unless all of their readers want 16 bits.
+        that are no activations, unless all of their readers want 16 bits.
         """
-        roots = [value.name for value, name in zip(region.params, call.params, strict=True) if name in self.trained]
+        weights = self.trained | self.low_parameters
+        roots = [value.name for value, name in zip(region.params, call.params, strict=True) if name in weights]
         roots += [value.name for value, name in zip(region.forward.inputs, call.args, strict=True) if name in self.live]
         live = reached(region.forward, roots)
         results = [*zip(region.forward.outputs, call.results, strict=True)]

@@ -210,6 +210,28 @@ region head phase microbatch:
 """
 
 
+class Tower(nn.Module):
+    """A frozen network with residual sums, to which fp32 positions are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+        self.up, self.places = nn.Linear(6, 8), nn.Parameter(torch.randn(4, 8))
+        self.requires_grad_(False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x) + self.places
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(h).square().mean()
+
+
+def test_activations_of_frozen_networks_have_16_bits() -> None:
+    program = partc.compile(Tower, lambda: {"x": torch.randn(16, 4, 6)}, mesh="1", precision="bf16").program
+    assert {value.type.dtype for value in program.values if value.type.shape[-1:] == (8,)} == {"bf16"}
+
+
 def test_values_that_all_readers_want_in_16_bits_are_cast_by_their_makers() -> None:
     program = precision(parse(PREPARED), low="bf16")
     assert [(value.name, value.type.dtype) for value in program.values[1:3]] == [("a", "bf16"), ("b", "f32")]

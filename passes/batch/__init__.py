@@ -468,7 +468,7 @@ class _Walk:
             carried += [(name, 1) for name in made if factors[name].kind == "parallel"]
         elif len(found) > 1:
             return None
-        return next((at for at in carried if divides(factors[at[0]], at[1], self.axes, sizes)), None)
+        return next((at for at in carried if divides(rule, *at, self.axes, sizes)), None)
 
     def _check_bags(self, op: Op, given: list[Placement]) -> None:
         """Raise PartcError P0402 if a list of ids is taken for the batch, although bags are its examples."""

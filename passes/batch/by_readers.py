@@ -13,7 +13,7 @@ from dataclasses import replace
 from partc.ir.layout import Layout, Placement, Replicated, Shard, Sizes, Varying
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.program import Choice, Op, Program, Region, TensorType, Value
-from partc.rules import Factor, OpRule, placements
+from partc.rules import OpRule, placements
 from partc.rules.tried import rule_of
 from partc.sharding.disjoint_sets import DisjointSets
 
@@ -140,7 +140,7 @@ def _cut_by_readers(
     if others or not isinstance(placement, Shard):
         return op
     factor = factor_at(rule.results[index], rule, placement)
-    if factor is None or not divides(rule.factor(factor[0]), factor[1], axes, sizes):
+    if factor is None or not divides(rule, *factor, axes, sizes):
         return op
     choices = tuple(Choice(axis=axis, factor=factor[0], outer=factor[1]) for axis in axes)
     made = placements(op, rule, choices[0])[1]
@@ -154,11 +154,15 @@ def _cut_by_readers(
     return replace(op, choices=choices, results=tuple(results)) if len(results) == len(made) else op
 
 
-def divides(factor: Factor, outer: int, axes: Sequence[str], sizes: Sizes) -> bool:
+def divides(rule: OpRule, name: str, outer: int, axes: Sequence[str], sizes: Sizes) -> bool:
     """Whether the batch axes together divide a factor after its first `outer` parts.
 
-    Four ranks divide a batch of 24. If the batch is viewed as 2 x 12, they do not divide the factor of size 2.
+    Four ranks divide a batch of 24. If the batch is viewed as 2 x 12, they do not divide the factor of size 2. An
+    operation with a sharded form runs on one range of the factor for each rank of one axis.
     """
+    factor, cutting = rule.factor(name), [axis for axis in axes if sizes[axis] > 1]
+    if cutting and name in dict(rule.sharded) and (outer > 1 or len(cutting) > 1 or TIME_AXIS in cutting):
+        return False
     ways = math.prod(sizes[axis] for axis in axes)
     return factor.kind != "blocked" and factor.size // outer % ways == 0
 

@@ -103,3 +103,25 @@ def test_ranks_share_the_pairs_of_examples(mesh: str) -> None:
                 shape = value.type.layout.local_shape(program.sizes)
                 assert shape.count(rows) < 2, (region.name, value.name, shape)
     assert package.verify(steps=2).worst.rel_err < 1e-10
+
+
+class Negatives(nn.Module):
+    """Queries against the answers of all examples and one hard negative of each: the classes are two batches."""
+
+    def __init__(self, looked_up: bool) -> None:
+        super().__init__()
+        self.ask, self.answer, self.looked_up = nn.Linear(6, 5), nn.Linear(6, 5), looked_up
+
+    def forward(self, x: Tensor, near: Tensor, far: Tensor) -> Tensor:
+        asked, rows = self.ask(x), self.answer(torch.cat([near, far]))
+        if self.looked_up:
+            return (F.embedding(torch.arange(8), rows) * asked.mean(0)).sum(1).sin().mean()
+        return F.cross_entropy(asked @ rows.T, torch.arange(8))
+
+
+@pytest.mark.parametrize("looked_up", [False, True])
+def test_classes_and_tables_of_two_batches_are_no_range_of_rows(looked_up: bool) -> None:
+    """A rank took its classes for one range of them. The cut of the rows of a table was wrong as well."""
+    batch = {name: torch.randn(8, 6) for name in ("x", "near", "far")}
+    package = partc.compile(Negatives(looked_up), batch, mesh="dp=2", precision="fp64")
+    assert package.verify(steps=2).worst.rel_err < 1e-12

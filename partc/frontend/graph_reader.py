@@ -331,7 +331,7 @@ class GraphReader:
         self._hooked.add(node.name)
         result = Value(name=node.name, type=tensor_type(node.meta["val"], "a hooked tensor"))
         args = ((Ref(value),), (Ref(hooked),), (Ref(gradient),))
-        self._add("own_gradient", args, (), (result,), source_of(node))
+        self._add("own_gradient", args, (("parts", node.args[3]),), (result,), source_of(node))  # type: ignore[arg-type]
         self._names[node.all_input_nodes[1]] = node.name
 
     def _check(self, node: fx.Node, name: str) -> None:

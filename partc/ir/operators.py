@@ -449,7 +449,7 @@ def _define_own_gradients() -> None:
     _LIBRARY.define("own_gradient(Tensor[] results, Tensor[] operands, Tensor[] gradients) -> Tensor[]")
     _LIBRARY.impl("own_gradient", lambda results, *_: list(map(_empty_like, results)), "CompositeExplicitAutograd")
     _LIBRARY.impl("own_gradient", lambda y, x, _: list(_Owned.apply(len(y), *y, *x)), "Autograd")
-    _LIBRARY.define("hook_gradient(Tensor result, Tensor operand, Tensor gradient) -> Tensor")
+    _LIBRARY.define("hook_gradient(Tensor result, Tensor operand, Tensor gradient, int parts) -> Tensor")
     _LIBRARY.impl("hook_gradient", lambda result, *_: _empty_like(result), "CompositeExplicitAutograd")
     for name in ("incoming_gradient", "hook_gradient"):
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")

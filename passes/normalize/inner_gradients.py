@@ -15,7 +15,7 @@ the gradient of each as operations. All of these are differentiable: `differenti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import getitem
@@ -35,7 +35,8 @@ from partc.rules.derivatives import differentiable_derivatives
 from partc.torch_private import FakeTensorMode, OpOverload
 
 NAME = "inner_gradient"
-_STOPS = frozenset({"detach", "detach_", "own_gradient", "incoming_gradient"})
+HOOK_PARTS = "parts"  # the attribute of hooks: into how many parts the loss is divided
+_STOPS = frozenset({"detach", "detach_", "incoming_gradient"})
 _SAME = frozenset({"detach", "alias", "lift_fresh_copy"})  # the result equals the operand
 _NOT_KEPT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 _DROPOUTS = frozenset({"dropout", "feature_dropout"})
@@ -74,11 +75,15 @@ class _Expansion:
         for op in reversed(tuple(self.ops)):
             grads = [found.pop(value.name, None) for value in op.results]
             made = {value.name: grad for value, grad in zip(op.results, grads, strict=True) if grad is not None}
-            ends.update((name, grad) for name, grad in made.items() if name in inputs)
-            wanted = [name for name in dict.fromkeys(op.refs()) if name in live]
+            wanted = [name for name in dict.fromkeys(_followed(op)) if name in live]
+            own = op.name == "own_gradient" and (wanted or _is_hook(op))
+            passed = {name: self._hooked(op, grad) for name, grad in made.items()} if own else made
+            # Torch captures an input's gradient before its hook only where the gradient goes on to another input.
+            ends.update((name, grad) for name, grad in (made if wanted else passed).items() if name in inputs)
             if not made or not wanted:
                 continue
-            for name, grad in self._backward(op, made, wanted, call):
+            following = zip(wanted, passed.values(), strict=True) if own else self._backward(op, made, wanted, call)
+            for name, grad in following:
                 self._join(found, name, grad, call)
         ends.update((name, grad) for name, grad in found.items() if name in inputs)
         for value, name in zip(call.results, inputs, strict=True):
@@ -93,7 +98,7 @@ class _Expansion:
         """The values through which a gradient reaches the inputs."""
         live = {*inputs}
         for op in self.ops:
-            if op.name not in _STOPS and not live.isdisjoint(op.refs()):
+            if op.name not in _STOPS and not live.isdisjoint(_followed(op)):
                 live.update(value.name for value in op.results if value.type.differentiable)
         return live
 
@@ -126,6 +131,31 @@ class _Expansion:
             self.ops.append(Op(name="add", args=args, results=(total,), source=call.source))
             grad = total.name
         found[name] = grad
+
+    def _hooked(self, hook: Op, grad: str) -> str:
+        """Write a hook's operations once more, for an inner gradient in place of the loss's.
+
+        The traced operations undo the division of the loss by `parts`; an inner gradient is not divided.
+        """
+        (result,), _, (changed,) = map(_names, hook.args)
+        parts = dict(hook.attrs).get(HOOK_PARTS, 1)
+        same: dict[str, str] = {}
+        for op in tuple(self.ops):
+            if op.name == "incoming_gradient" and [*op.refs()] == [result]:
+                same[op.result.name] = self._scaled("div", grad, parts, hook)
+            elif changed in (x.name for x in op.results) and op.name == "detach":  # inner gradients are differentiable
+                same[changed] = same.get(next(op.refs()), next(op.refs()))
+            elif not same.keys().isdisjoint(op.refs()) and op is not hook:
+                same.update((x.name, self._value(f"d_{x.name}", x.type).name) for x in op.results)
+                self.ops.append(op.renamed(same))
+        return self._scaled("mul", same.get(changed, changed), parts, hook)
+
+    def _scaled(self, how: str, name: str, parts: Arg, hook: Op) -> str:
+        if parts == 1:
+            return name
+        made = self._value(f"d_{name}", self.types[name])
+        self.ops.append(Op(name=how, args=(Ref(name), parts), results=(made,), source=hook.source))
+        return made.name
 
     def _backward(self, op: Op, made: Mapping[str, str], wanted: Sequence[str], call: Op) -> list[tuple[str, str]]:
         """Write the gradients of an operation's operands, from those of its results."""
@@ -162,20 +192,24 @@ class _Expansion:
         """Write the operations of a derivative that the graph does not have yet; returns the names of its outputs.
 
         Torch's derivatives change some of their values in place. Before values are shared, these changes become new
-        values: others may read the unchanged ones.
+        values: others may read the unchanged ones. Of a value with a hook, derivatives read the hooked one.
         """
         own = {value.name for op in derivative for value in op.results}
         read = dict.fromkeys(name for op in derivative for name in op.refs() if name not in own)
         inputs = tuple(Value(name=name, type=self.types[name]) for name in read)
         pure, _ = without_mutation(Graph(inputs=inputs, ops=tuple(derivative), outputs=outputs), {}, ())
         known = {(op.name, op.args, op.attrs): op.results for op in self.ops if op.results}
+        hooked = {next(_followed(op)): op.result.name for op in self.ops if _is_hook(op)}
         same: dict[str, str] = {}
         for op in pure.ops:
             same.update((x.name, self._value(x.name, x.type).name) for x in op.results if x.name not in own)
             op = op.renamed(same)
             twin = known.get((op.name, op.args, op.attrs), ())
             if len(twin) == len(op.results):
-                same.update((value.name, other.name) for value, other in zip(op.results, twin, strict=True))
+                same.update(
+                    (value.name, hooked.get(other.name, other.name))
+                    for value, other in zip(op.results, twin, strict=True)
+                )
             else:
                 self.ops.append(op)
         return tuple(same.get(name, name) for name in pure.outputs)
@@ -207,7 +241,16 @@ class _Expansion:
         return (Op(name=name, args=converted, attrs=attrs, results=results, source=call.source),)
 
 
-def _names(arg: Arg) -> Iterable[str]:
+def _is_hook(op: Op) -> bool:
+    return op.name == "own_gradient" and HOOK_PARTS in dict(op.attrs)
+
+
+def _followed(op: Op) -> Iterator[str]:
+    """The operands whose gradients come from those of an operation's results."""
+    return _names(op.args[1]) if op.name == "own_gradient" else op.refs()
+
+
+def _names(arg: Arg) -> Iterator[str]:
     assert isinstance(arg, tuple)
     return (item.name for item in arg if isinstance(item, Ref))
 

@@ -318,6 +318,38 @@ def test_a_reversal_between_regions(tmp_path: Path) -> None:
     assert package.verify(steps=2).ok
 
 
+HOOKED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.up.weight.register_hook(lambda slope: slope.clamp(-0.02, 0.02))
+    def forward(self, x):
+        h = self.norm(self.up(x)).tanh()
+        h.register_hook(lambda slope: (slope * self.norm.weight * 1.5).clamp(-0.003, 0.003))
+        y = self.down(h).square().mean()
+        of_h, of_w = torch.autograd.grad(y, (h, self.up.weight), create_graph=True)
+        alone, = torch.autograd.grad(y, h, create_graph=True)
+        return y + of_h.norm() + of_w.square().sum().sqrt() + 9 * alone.norm()
+
+def model(): return Net()
+def batch(): return {"x": torch.randn(8, 6)}
+"""
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [("1x2x2", 1), ("2x1x1", 2)])
+def test_hooks_change_gradients_that_forward_computes(mesh: str, microbatches: int, tmp_path: Path) -> None:
+    """Microbatches are batches of their own here, because of the norm."""
+    file = tmp_path / "hooked.py"
+    file.write_text(HOOKED)
+    package = partc.compile(str(file), mesh=mesh, microbatches=microbatches, precision="fp64")
+    result = package.verify(steps=2)
+    assert result.ok, result
+
+
 BESIDE = """
 import torch
 from torch import nn

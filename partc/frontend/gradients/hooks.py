@@ -138,5 +138,5 @@ def register_hook(x: Tensor, hook: Hook, parts: int = 1) -> RemovableHandle:
     changed = hook(incoming_gradient(value, parts))
     if changed is None:
         raise refused("a hook reads a gradient without changing it", hook)
-    torch.ops.partc.hook_gradient(value, x, fitted_gradient(changed, x, parts))
+    torch.ops.partc.hook_gradient(value, x, fitted_gradient(changed, x, parts), parts)
     return RemovableHandle(OrderedDict())

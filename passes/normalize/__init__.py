@@ -248,7 +248,8 @@ def _equality(w: Writer, op: Op) -> None:
         one, other = other, one
     number = _integer(w, other)
     integers = isinstance(one, Ref) and w.types[one.name].dtype.startswith(("i", "u"))
-    w.keep(op if number is None or not integers else replace(op, args=(one, number)))
+    op = op if number is None or not integers else replace(op, args=(one, number))
+    IDENTITIES.get(op.name, Writer.keep)(w, op)
 
 
 def _integer(w: Writer, arg: Arg) -> int | None:

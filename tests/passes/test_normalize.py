@@ -204,8 +204,8 @@ FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
     "counted": (lambda m, x: (x * torch.tensor([0, 1, 2, 3, 4, 5])).sum(), ["arange", "mul"]),
     "repeated number": (lambda m, x: (x * x.new_ones(6) + torch.ones_like(x)).sum(), ["full", "mul", "full", "add"]),
     "compared with a constant": (
-        lambda m, x: x[x[..., 0].long() == torch.tensor(1)].sum() + (torch.tensor(2) != x.long()).sum(),
-        ["slice", "reshape", "to", "eq", "reshape", "expand", "where", "sum", "to", "ne", "sum", "add"],
+        lambda m, x: ((x.long() == torch.tensor(1)) * x).sum() + ((torch.tensor(2) != x.long()) * x).sum(),
+        ["to", "eq", "mul", "sum", "ne", "mul", "sum", "add"],
     ),
     "sum with zeros": (lambda m, x: (torch.zeros_like(x) + 2 * x).sum(), ["mul"]),
     "zeros that broadcast": (lambda m, x: (x.new_zeros(4, 1, 6) + x[0]).sum(), ["full", "slice", "reshape", "add"]),

@@ -21,7 +21,6 @@ from partc.frontend.complex_numbers import is_complex, real_operations
 from partc.frontend.model_precision import WIDE_MARK
 from partc.frontend.node_sources import module_of, source_of
 from partc.frontend.repeats.copies import RepeatedOps
-from partc.frontend.repeats.marks import MARK
 from partc.frontend.returned_operands import returned
 from partc.frontend.selections.selection_tests import TESTED
 from partc.frontend.state.generator_states import KEPT, RETURNED, idle_states
@@ -31,6 +30,7 @@ from partc.ir.naming import unique, unreserved
 from partc.ir.operations import memory_owner
 from partc.ir.operators import DTYPE_NAMES
 from partc.ir.program import (
+    MODULE_MARK,
     NO_GRAD,
     PASSED_BY,
     Arg,
@@ -223,7 +223,7 @@ class GraphReader:
         name = _name(node)
         if name in _DROPPED or _is_unread(node):
             return
-        if name == MARK:
+        if name == MODULE_MARK:
             self._mark(node)
             return
         if name == RANDOM_BRANCH:

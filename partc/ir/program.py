@@ -35,6 +35,8 @@ RAGGED = "ragged"  # a kernel's argument whose number of rows depends on the dat
 SCAN = "scan"  # a loop over time: `scan(starts, sequences, constants, step=…)`, see `Scan`
 # The places that a mask selects, along one of its dimensions: `selected(mask, dim)`; its length is the mask's size.
 SELECTED = "selected"
+# The mark of a call of a module that equals another one: `module_call(tensors, call, path)`, see `CallMark`.
+MODULE_MARK = "module_call"
 FLOATING = frozenset({"f64", "f32", "bf16", "f16"})
 
 

@@ -13,6 +13,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
+import partc
 from partc.errors import PartcError
 from partc.frontend.capture import capture
 from partc.frontend.model_files.model_file import load
@@ -167,6 +168,7 @@ WRONG = {
     "class attribute": "Inner.calls += 1\nreturn self.up(x) * Inner.calls",
     "random": "return self.up(x) * random.random()",
     "random branch": "if random.random() < 0.5:\n    x = x * 2\nreturn self.up(x)",
+    "random module": "return (self.up if random.random() < 0.5 else self.other)(x)",
     "numpy.random": "return self.up(x) * float(numpy.random.rand())",
     "time": "return self.up(x) * (time.time() % 7)",
     "imported clock": "return self.up(x) * (perf_counter() % 7)",
@@ -290,6 +292,39 @@ def test_what_the_loss_depends_on_is_refused(name: str, tmp_path: Path) -> None:
     assert caught.value.code in ("P0225", "P0206") and caught.value.help
     assert caught.value.source is not None and caught.value.source.line > HEAD.count("\n"), caught.value
     assert torch.get_default_dtype() == dtype
+
+
+class Conditioned(torch.nn.Module):
+    """Equal layers, of which some are not traced; half of the steps pass them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.GELU()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for _ in range(2 if random.random() < 0.5 else 1):
+            for layer in self.layers:
+                x = layer(x)
+        return (x - y).square().mean()
+
+
+class Swapped(torch.nn.Module):
+    """Half of the steps read another entry of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        some = self.layer(x if random.random() < 0.5 else y)
+        return (some + x + y).square().mean()
+
+
+@pytest.mark.parametrize("model", [Conditioned, Swapped])
+def test_differences_before_untraced_layers_and_in_entries_are_found(model: type[torch.nn.Module]) -> None:
+    with pytest.raises(PartcError, match="Python's random module") as caught:
+        partc.compile(model, {"x": torch.randn(4, 6), "y": torch.randn(4, 6)}, mesh="1")
+    assert caught.value.code == "P0225"
 
 
 @pytest.mark.parametrize("name", RIGHT)

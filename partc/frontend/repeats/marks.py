@@ -31,21 +31,21 @@ from partc.frontend.model_precision import modes
 from partc.frontend.repeats.module_rows import ModuleRows, UnequalError, container_of
 from partc.frontend.state.frozen_state import comparable_copy
 from partc.installed import is_machinery
+from partc.ir.program import MODULE_MARK
 from partc.ir.repetitions import KEPT
 from partc.replaced import replaced
 from partc.torch_private import MODULE_CALL, TENSOR_HOOKS, TreeSpec, tree_flatten, tree_unflatten, without_overriding
 
-MARK = "module_call"
 RECORDS = 8  # the most records of a group; further calls are traced
 DEPTH = 6  # nesting depth to which attribute values are compared
 _PLAIN = (bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 _KEPT_APART = ("_parameters", "_buffers", "_modules")
 _library = torch.library.Library("partc", "FRAGMENT")
-_library.define("module_call(Tensor[] tensors, int call) -> ()")
-_library.impl("module_call", lambda tensors, call: None, "CompositeExplicitAutograd")
+_library.define(f"{MODULE_MARK}(Tensor[] tensors, int call, str path) -> ()")
+_library.impl(MODULE_MARK, lambda tensors, call, path: None, "CompositeExplicitAutograd")
 for _key in ("Autograd", "ADInplaceOrView"):
-    _library.impl("module_call", torch.library.fallthrough_kernel, _key)
+    _library.impl(MODULE_MARK, torch.library.fallthrough_kernel, _key)
 torch.fx.node.has_side_effect(torch.ops.partc.module_call.default)
 
 Excluded = frozenset[int | str]  # groups of equal modules by number, and rows of modules by their container's path
@@ -253,7 +253,7 @@ class Repeats:
         self, module: nn.Module, group: int, given: _Given | None, tensors: list[Tensor], run: Callable[[], Any]
     ) -> Any:
         """The result of a traced call in a row. Raises UnequalError if the row differs from its plan."""
-        path = self._paths[id(vars(module))]
+        path = self._path(module)
         row, index = self._rows[path]
         calls, size = self._row_calls[container_of(row)], len(row.units[0])
         alike = index == len(calls)
@@ -271,7 +271,7 @@ class Repeats:
         Raises UnequalError unless the row's modules are called one after the other like the third unit, each on the
         results of the one before.
         """
-        row, index = self._rows[self._paths[id(vars(module))]]
+        row, index = self._rows[self._path(module)]
         calls, size = self._row_calls[container_of(row)], len(row.units[0])
         unit, place = divmod(index, size)
         if not KEPT <= unit < len(row.units) - 1:
@@ -292,7 +292,7 @@ class Repeats:
     def _recorded(
         self, module: nn.Module, group: int, given: _Given, tensors: list[Tensor], run: Callable[[], Any]
     ) -> Any:
-        path = self._paths[id(vars(module))]
+        path = self._path(module)
         record = _Record(number=self._numbers, module=module, path=path, given=given)
         before = _attributes(module)
         edges = [_edge(x) for x in tensors]
@@ -328,13 +328,15 @@ class Repeats:
     ) -> Any:
         """A traced call between its two marks."""
         number = self._mark(record, module, group, len(tensors))
-        torch.ops.partc.module_call.default(tensors, number)
+        path = self._path(module)
+        torch.ops.partc.module_call.default(tensors, number, path)
         self._inside.append(number)
         try:
             result = run()
         finally:
             self._inside.pop()
-        torch.ops.partc.module_call.default([x for x in tree_flatten(result)[0] if isinstance(x, Tensor)], number)
+        made = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+        torch.ops.partc.module_call.default(made, number, path)
         return result
 
     def _repeated(self, record: _Record, module: nn.Module, group: int, tensors: list[Tensor]) -> Any:
@@ -362,7 +364,7 @@ class Repeats:
                     leaves.append(weights[name])
                 case (_, value):
                     leaves.append(value)
-        torch.ops.partc.module_call.default([*tensors, *made], number)
+        torch.ops.partc.module_call.default([*tensors, *made], number, self._path(module))
         assert record.spec is not None
         return tree_unflatten(leaves, record.spec)
 
@@ -370,7 +372,7 @@ class Repeats:
         self, record: _Record, module: nn.Module, group: int, inputs: int, outputs: tuple[int, ...] | None = None
     ) -> int:
         number, self._numbers = self._numbers, self._numbers + 1
-        path = self._paths[id(vars(module))]
+        path = self._path(module)
         self.calls[number] = CallMark(
             group=group,
             record=record.number,
@@ -380,6 +382,9 @@ class Repeats:
             weights=self._matched(record.path, path) or {},
         )
         return number
+
+    def _path(self, module: nn.Module) -> str:
+        return self._paths[id(vars(module))]
 
     def _matched(self, one: str, other: str) -> dict[str, str] | None:
         """Map the first names of one module's weights to those of the other; None if ties differ."""
@@ -392,7 +397,7 @@ class Repeats:
     def _equal(self, record: _Record, module: nn.Module, given: _Given) -> bool:
         if not record.usable or record.given != given:
             return False
-        path = self._paths[id(vars(module))]
+        path = self._path(module)
         if self._matched(record.path, path) is None:
             return False
         pair = _Pair(self._paths, record.path, path)

@@ -34,7 +34,6 @@ from torch import Tensor
 from partc.errors import Source
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.permissions import UNKNOWN_NUMBERS, permitted
-from partc.frontend.repeats.marks import MARK
 from partc.frontend.selections import rows_in_order
 from partc.frontend.selections.bounded_integers import BoundedIntegers
 from partc.frontend.selections.equal_groups import EqualGroups
@@ -54,6 +53,7 @@ from partc.frontend.selections.selection_tests import Iterations, SelectionTests
 from partc.frontend.selections.value_floats import ValueFloat
 from partc.frontend.statements import enclosing_nodes
 from partc.frontend.traceable_forms.functions import fixed_bincount
+from partc.ir.program import MODULE_MARK
 from partc.torch_private import without_modes, without_overriding
 
 _ARITHMETIC = frozenset({
@@ -198,7 +198,7 @@ class Selections:
             self._rows.number_like(args[0], made)
         operands = [x for x in leaves((args, kwargs)) if self._rows.of(x) is not None]
         # The mark of a call that is not traced lists its empty results behind its operands.
-        self._rows.hold_like(operands, args[0] if name == f"{MARK}.default" else made)
+        self._rows.hold_like(operands, args[0] if name == f"{MODULE_MARK}.default" else made)
         return not operands or all(self._rows.of(x) is not None for x in leaves(made) if isinstance(x, Tensor))
 
     # -- calls that make tensors ---------------------------------------------------------------------

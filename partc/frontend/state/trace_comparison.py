@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, fx
 from partc.errors import Source
 from partc.frontend.node_sources import source_of
 from partc.frontend.returned_operands import returned
+from partc.ir.program import MODULE_MARK
 from partc.torch_private import without_modes
 
 _FILLED = "filled"  # replaces the values of a tensor that the first trace kept
@@ -41,7 +43,8 @@ def effects_signature(exported: torch.export.ExportedProgram, known: Set[str] | 
             break
         changing |= found
     output = next(node for node in module.graph.nodes if node.op == "output").args[0][0]
-    return tuple(_nodes(module, constants, output))
+    named = {*exported.graph_signature.inputs_to_parameters, *exported.graph_signature.user_inputs}
+    return tuple(_nodes(module, constants, named, output))
 
 
 def _constants(
@@ -160,13 +163,26 @@ def _written_inside(graph: fx.Graph, operands: Sequence[Any]) -> list[fx.Node]:
     return [operand for operand in given if isinstance(operand, fx.Node)]
 
 
+def _schema_name(node: fx.Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return "" if schema is None else schema.name
+
+
+def _is_mark(node: fx.Node) -> bool:
+    return _schema_name(node) == f"partc::{MODULE_MARK}"
+
+
 def _type(node: fx.Node) -> tuple[Any, ...]:
     value = node.meta.get("val")
     return (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else ()
 
 
-def _nodes(module: fx.GraphModule, constants: Mapping[fx.Node, Any], *outputs: Any) -> Iterator[TracedNode]:
-    """The nodes from which the outputs and all changes in place are computed, and the outputs that are constants."""
+def _nodes(
+    module: fx.GraphModule, constants: Mapping[fx.Node, Any], named: Set[Any], *outputs: Any
+) -> Iterator[TracedNode]:
+    """The nodes from which the outputs and all changes in place are computed, and the outputs that are constants.
+    Other names than `named` count the constants and the values of a trace.
+    """
     needed: set[fx.Node] = set()
     waiting = [node for node in outputs if isinstance(node, fx.Node)]
     waiting += [node for node in module.graph.nodes if _changes(node)]
@@ -175,6 +191,8 @@ def _nodes(module: fx.GraphModule, constants: Mapping[fx.Node, Any], *outputs: A
         if node not in needed:
             needed.add(node)
             waiting.extend(node.all_input_nodes)
+            if "::empty" in _schema_name(node):  # which may stand for the result of a call that is not traced
+                waiting.extend(islice(filter(_is_mark, node.users), 1))
     numbers: dict[fx.Node, str] = {}
     for node in module.graph.nodes:
         mutates = node.op == "output" and not outputs
@@ -182,11 +200,12 @@ def _nodes(module: fx.GraphModule, constants: Mapping[fx.Node, Any], *outputs: A
             continue
         numbers[node] = f"%{len(numbers)}"
         if node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), fx.GraphModule):
-            inner = _nodes(getattr(module, str(node.target)), {})
+            inner = _nodes(getattr(module, str(node.target)), {}, frozenset())
             yield TracedNode(tuple((each.facts, tuple(each.constants)) for each in inner), [], source_of(node))
             continue
         read = [constants[x] for x in node.all_input_nodes if x in constants]
-        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda x: numbers.get(x, str(_type(x))))
-        kind = "" if node.op in ("placeholder", "get_attr", "output") else str(node.target)
+        given = (node.args[0], node.args[2]) if _is_mark(node) else node.args  # calls have numbers of their own
+        args = fx.node.map_arg((given, dict(node.kwargs)), lambda x: numbers.get(x, str(_type(x))))
+        kind = str(node.target) if node.op.startswith("call") or node.target in named else ""
         yield TracedNode((node.op, kind, repr(args), _type(node)), read, source_of(node))
     yield TracedNode((), [constants[x] for x in outputs if x in constants], None)

@@ -30,6 +30,7 @@ from partc.ir.naming import unique, unreserved
 from partc.ir.operations import memory_owner
 from partc.ir.operators import DTYPE_NAMES
 from partc.ir.program import (
+    HOOK_PARTS,
     MODULE_MARK,
     NO_GRAD,
     PASSED_BY,
@@ -331,7 +332,7 @@ class GraphReader:
         self._hooked.add(node.name)
         result = Value(name=node.name, type=tensor_type(node.meta["val"], "a hooked tensor"))
         args = ((Ref(value),), (Ref(hooked),), (Ref(gradient),))
-        self._add("own_gradient", args, (("parts", node.args[3]),), (result,), source_of(node))  # type: ignore[arg-type]
+        self._add("own_gradient", args, ((HOOK_PARTS, node.args[3]),), (result,), source_of(node))  # type: ignore[arg-type]
         self._names[node.all_input_nodes[1]] = node.name
 
     def _check(self, node: fx.Node, name: str) -> None:

@@ -29,13 +29,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from partc.errors import PartcError
 from partc.ir import operators
 from partc.ir.naming import unique
-from partc.ir.program import Arg, DTypeArg, Graph, Op, Ref, TensorType, Value
+from partc.ir.program import HOOK_PARTS, Arg, DTypeArg, Graph, Op, Ref, TensorType, Value
 from partc.passes.normalize.inplace import without_mutation
 from partc.rules.derivatives import differentiable_derivatives
 from partc.torch_private import FakeTensorMode, OpOverload
 
 NAME = "inner_gradient"
-HOOK_PARTS = "parts"  # the attribute of hooks: into how many parts the loss is divided
 _STOPS = frozenset({"detach", "detach_", "incoming_gradient"})
 _SAME = frozenset({"detach", "alias", "lift_fresh_copy"})  # the result equals the operand
 _NOT_KEPT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})

@@ -15,7 +15,7 @@ import torch
 
 import partc
 from partc.errors import PartcError
-from partc.frontend.capture import capture
+from partc.frontend.capture import Captured, capture
 from partc.frontend.model_files.model_file import load
 from partc.frontend.trace import trace_model
 from partc.ir.mesh import Mesh
@@ -168,6 +168,10 @@ WRONG = {
     "class attribute": "Inner.calls += 1\nreturn self.up(x) * Inner.calls",
     "random": "return self.up(x) * random.random()",
     "random branch": "if random.random() < 0.5:\n    x = x * 2\nreturn self.up(x)",
+    "rare random branch": "if random.random() < 0.02:\n    x = x * 2\nreturn self.up(x)",
+    "frequent random branch": "if random.uniform(0, 5) < 4.9:\n    x = x * 2\nreturn self.up(x)",
+    "rare numpy.random branch": "if numpy.random.rand() < 0.02:\n    x = x * 2\nreturn self.up(x)",
+    "rare branch on a generator": "if self.drawing.random() > 0.98:\n    x = x * 2\nreturn self.up(x)",
     "random module": "return (self.up if random.random() < 0.5 else self.other)(x)",
     "numpy.random": "return self.up(x) * float(numpy.random.rand())",
     "time": "return self.up(x) * (time.time() % 7)",
@@ -276,11 +280,11 @@ RIGHT = {
 }
 
 
-def traced(folder: Path, body: str) -> None:
+def traced(folder: Path, body: str) -> Captured:
     path = folder / "state.py"
     path.write_text(HEAD + textwrap.indent(body, " " * 8) + "\n" + TAIL)
     file = load(path, {})
-    capture(file.model, file.batch, file.loss, precision="fp32", path=file.path)
+    return capture(file.model, file.batch, file.loss, precision="fp32", path=file.path)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -330,8 +334,9 @@ def test_differences_before_untraced_layers_and_in_entries_are_found(model: type
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_matters_nowhere_is_let_be(name: str, tmp_path: Path) -> None:
     drawn = random.getstate()
-    traced(tmp_path, RIGHT[name])
+    assumed = traced(tmp_path, RIGHT[name]).assumed
     assert "random" in name or random.getstate() == drawn
+    assert any("draw nothing from Python's random module" in sentence for sentence in assumed) == ("random" in name)
 
 
 CACHES = """

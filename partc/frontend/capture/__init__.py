@@ -289,7 +289,8 @@ def _exported(
                 found, left = findings[-1], watch.left()
                 outcomes = traced.outcomes
                 try:
-                    check(exported, watch, lambda: step.exported(batch), kept=outcomes.kept, tried=outcomes.tried)
+                    again = lambda: step.exported(batch)  # noqa: E731
+                    check(exported, watch, again, assume, kept=outcomes.kept, tried=outcomes.tried)
                 except PartcError as refusal:
                     # An integer, unlike a boolean, may have another value after each step.
                     changed = tuple(

@@ -36,15 +36,14 @@ from partc.frontend.state.caches import cached_values, caches
 from partc.frontend.state.generator_states import KeptStates
 from partc.frontend.state.kept_attributes import Contents
 from partc.frontend.state.opposite_numbers import opposite
+from partc.frontend.state.other_numbers import TRIES, is_generator, other_numbers
 from partc.frontend.state.stateful_code import CLOCKS, may_keep_state, stateful_lines, user_modules
 from partc.frontend.state.trace_comparison import TracedNode, effects_signature, first_difference
 from partc.installed import is_installed, line_of, shortened, user_frame
 from partc.replaced import all_replaced, replaced
-from partc.runtime.train.data import seeded_outside_torch
 from partc.torch_private import FakeTensor, without_modes
 
 DEPTH, ITEMS = 8, 1 << 16
-TRIES = 5  # traces with other random numbers
 SHIFT = 200_451.37  # seconds by which a second trace sets clocks ahead: another hour and another weekday
 _CONSTANTS = frozenset({bool, int, float, str, bytes, complex, torch.dtype, torch.device, type(None)})
 _PLAIN = tuple(_CONSTANTS)
@@ -486,11 +485,13 @@ def check(
     exported: torch.export.ExportedProgram,
     watch: StateWatch,
     again: Callable[[], torch.export.ExportedProgram],
+    assume: Callable[[str], None],
     *,
     kept: bool,
     tried: Set[tuple[str, str]] = frozenset(),
 ) -> None:
-    """Refuse changes and random draws in forward that affect the trace. Raises PartcError P0225.
+    """Refuse changes and random draws in forward that affect the trace; list draws that do not, as assumptions. Raises
+    PartcError P0225.
 
     `again` traces once more. It is called only if something has changed, or if a package may be built from the trace
     (`kept`) and the code names clocks or random numbers, or may keep state. Where no package is built from the trace,
@@ -507,12 +508,14 @@ def check(
     if not changed and not (kept and may_keep_state(state.modules)):
         return
     plain, known = effects_signature(exported), {*exported.graph_signature.inputs_to_buffers.values()}
-    drawn = {key[0] for key in first} & {"random", "numpy.random"}
+    stores = (vars(each) for each in (*watch.model.modules(), *state.modules))
+    generators = [value for store in stores for value in [*store.values()] if is_generator(value)]
+    drawn = {key[0] for key in first} & {"random", "numpy.random"} or generators
     for attempt in range(1, 1 + (TRIES if drawn else 1)):
         with _attributes_restored(watch.model):
             watch.go_on()
             try:
-                with other_times(state, attempt):
+                with other_times(state, attempt), other_numbers(attempt, generators):
                     other = effects_signature(again(), known)
             except (PartcError, AssertionError):  # the export meets a tensor that the first trace kept
                 other = ()
@@ -523,6 +526,11 @@ def check(
             # An object may have several names, of which the user's lines change one.
             located = (change for change in still if change_source(change, state) is not None)
             raise refusal(next(located, next(iter(still), None)), state, source)
+    for change in (first[key] for key in first if key[0] in ("random", "numpy.random")):
+        line = change_source(change, state)
+        where = "" if line is None else f" ({line})"
+        drawing = f"Packages draw nothing from Python's {change.key[0]} module"
+        assume(f"{drawing}: {TRIES} traces with other numbers were equal{where}.")
     _check_counters(plain, known, watch, again)
 
 
@@ -598,7 +606,7 @@ def draws_random_numbers(exported: torch.export.ExportedProgram) -> bool:
 
 @contextmanager
 def other_times(state: State, seed: int) -> Iterator[None]:
-    """A context with shifted clocks and other random numbers."""
+    """A context with shifted clocks."""
     originals = {name: getattr(time, name) for name in CLOCKS}
     shifted = {name: _shifted_clock(clock, SHIFT * seed, name) for name, clock in originals.items()}
     places: list[tuple[Any, str]] = [(time, name) for name in CLOCKS]
@@ -606,7 +614,7 @@ def other_times(state: State, seed: int) -> Iterator[None]:
     for home in state.modules:
         places += [(home, name) for name, value in vars(home).items() if id(value) in by_identity]
     clocks = [(home, name, shifted[by_identity[id(getattr(home, name))]]) for home, name in places]
-    with seeded_outside_torch(seed), all_replaced(clocks):
+    with all_replaced(clocks):
         yield
 
 

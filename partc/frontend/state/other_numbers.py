@@ -1,0 +1,64 @@
+"""Other random numbers of Python and NumPy, for traces that are compared with the first one.
+
+A branch may depend on numbers near an end of their range (`random.random() < 0.1`), which few seeds draw. Two traces
+therefore draw the least and the largest numbers first: the Mersenne Twister (Matsumoto and Nishimura 1998) returns the
+words of its state one after the other, each as a fixed function of its bits.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from partc.runtime.train.data import seeded_outside_torch
+
+TRIES = 7  # traces with other numbers
+_EXTREMES = (0, 0x12DD9BB3)  # words for which a generator returns 32 bits of zeros, and of ones
+_COUNT = 64  # words that are extreme; functions that reject numbers draw others behind them
+
+
+@contextmanager
+def other_numbers(attempt: int, generators: Iterable[Any]) -> Iterator[None]:
+    """A context in which Python, NumPy and these generators of theirs draw other numbers in each of `TRIES` attempts,
+    counted from 1.
+    """
+    held = [(generator, _state(generator)) for generator in generators]
+    with seeded_outside_torch(attempt):
+        numpy: Any = sys.modules.get("numpy")
+        drawing = [random, *([numpy.random] if numpy else []), *(generator for generator, _ in held)]
+        for generator in drawing if attempt <= len(_EXTREMES) else ():
+            _begin_with(generator, _EXTREMES[attempt - 1])
+        try:
+            yield
+        finally:
+            for generator, state in held:
+                _set_state(generator, state)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether an object is a Mersenne Twister of Python or NumPy."""
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.random.RandomState) and _state(value)[0] == "MT19937"
+
+
+def _begin_with(generator: Any, word: int) -> None:
+    match _state(generator):
+        case (int(version), words, _):  # Python's
+            _set_state(generator, (version, (*(word,) * _COUNT, *words[_COUNT:-1], 0), None))
+        case (kind, words, *_):
+            words = words.copy()
+            words[:_COUNT] = word
+            _set_state(generator, (kind, words, 0, 0, 0.0))
+
+
+def _state(generator: Any) -> Any:
+    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    (generator.setstate if hasattr(generator, "setstate") else generator.set_state)(state)

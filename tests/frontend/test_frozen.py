@@ -172,6 +172,7 @@ WRONG = {
     "frequent random branch": "if random.uniform(0, 5) < 4.9:\n    x = x * 2\nreturn self.up(x)",
     "rare numpy.random branch": "if numpy.random.rand() < 0.02:\n    x = x * 2\nreturn self.up(x)",
     "rare branch on a generator": "if self.drawing.random() > 0.98:\n    x = x * 2\nreturn self.up(x)",
+    "rare branch on NumPy's generator": "if self.generator_of_numpy.random() > 0.95:\n    x = x * 2\nreturn self.up(x)",
     "random module": "return (self.up if random.random() < 0.5 else self.other)(x)",
     "numpy.random": "return self.up(x) * float(numpy.random.rand())",
     "time": "return self.up(x) * (time.time() % 7)",

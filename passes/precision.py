@@ -193,7 +193,7 @@ class _Mixed:
 
     def _kept(self, call: Call, region: Region) -> frozenset[str]:
         """The outputs of a call's region that keep the type of their computation: new values of buffers, and values
-        that are no activations, unless all of their readers want 16 bits.
+        that are not activations, unless all of their readers want 16 bits.
         """
         weights = self.trained | self.low_parameters
         roots = [value.name for value, name in zip(region.params, call.params, strict=True) if name in weights]

@@ -29,8 +29,8 @@ ITEMSIZE: Mapping[str, int] = {
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")  # the types of computation
 NO_GRAD = "no_grad"  # marks a traced change in place whose new values have no gradient
 BY_PATH = "by_path"  # marks a traced change in place of a model with branches, whose paths have changes of their own
-HOOK_PARTS = "parts"  # marks an own gradient as a hook: the number of parts into which the loss is divided
 PASSED_BY = "passed_by"  # also marks it if the changed tensor has a gradient, which passes by the change
+HOOK_PARTS = "parts"  # an attribute of the own gradients of hooks: the number of parts into which the loss is divided
 SPARSE = "sparse"  # marks a table's gradient that is kept as rows
 RAGGED = "ragged"  # a kernel's argument whose number of rows depends on the data
 SCAN = "scan"  # a loop over time: `scan(starts, sequences, constants, step=…)`, see `Scan`

@@ -106,7 +106,7 @@ def _normalized(region: Region, program: Program, forward_only: bool) -> tuple[R
     forward = with_solves(with_joins(forward), writer.types)
     all_types = {**writer.types, **{name: value.type for name, value in forward.definitions().items()}}
     found = replace(region, forward=with_dims(forward, all_types))
-    # The loss reads parameters only through tensors without elements. One without any gradient is refused later.
+    # The loss reads parameters only through tensors without elements. A loss without any gradient is refused later.
     if lost and not forward_only and not trained.isdisjoint(still):
         found = with_zero_gradients(found, {forward.outputs[0]: lost})
     return found, writer.drawn, nexts

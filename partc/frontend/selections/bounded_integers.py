@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from partc.frontend.by_tensor import ByTensor
+from partc.ir.operations import KEEPING, SHOWING
 
 # Functions that return places along a dimension: the position of the argument that names it, and its default.
 _PLACES: Mapping[str, tuple[int, int | None]] = {
@@ -20,11 +21,7 @@ _PLACES: Mapping[str, tuple[int, int | None]] = {
     "topk": (2, -1), "kthvalue": (2, -1), "multinomial": (3, -1),
 }  # fmt: skip
 # Every element of a result is an element of the first operand.
-_KEEPING = frozenset({
-    "view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "permute", "transpose", "t", "expand",
-    "contiguous", "clone", "detach", "to", "long", "int", "cpu", "__getitem__", "select", "narrow", "index_select",
-    "gather", "repeat", "chunk", "split", "unbind",
-})  # fmt: skip
+_FROM_FIRST = KEEPING | SHOWING | {"__getitem__", "ravel", "long", "int", "cpu", "index_select", "gather", "repeat"}
 
 
 class BoundedIntegers:
@@ -49,7 +46,7 @@ class BoundedIntegers:
             whole = dim is None and name.startswith("arg")
             if isinstance(places, Tensor) and (whole or isinstance(dim, int)) and args[0].dim():
                 self._bounds[places] = args[0].numel() if whole else args[0].shape[dim], places._version
-        elif name in _KEEPING and (bound := self.of(args[0])) is not None:
+        elif name in _FROM_FIRST and (bound := self.of(args[0])) is not None:
             for part in made if isinstance(made, tuple | list) else [made]:
                 if isinstance(part, Tensor):
                     self._bounds[part] = bound, part._version

@@ -510,12 +510,12 @@ def check(
     plain, known = effects_signature(exported), {*exported.graph_signature.inputs_to_buffers.values()}
     stores = (vars(each) for each in (*watch.model.modules(), *state.modules))
     generators = [value for store in stores for value in [*store.values()] if is_generator(value)]
-    drawn = {key[0] for key in first} & {"random", "numpy.random"} or generators
-    for attempt in range(1, 1 + (TRIES if drawn else 1)):
+    drawn = [key for key in first if key[0] in ("random", "numpy.random")]
+    for attempt in range(1, 1 + TRIES):
         with _attributes_restored(watch.model):
             watch.go_on()
             try:
-                with other_times(state, attempt), other_numbers(attempt, generators):
+                with other_times(state, attempt), other_numbers(attempt, generators) as moved:
                     other = effects_signature(again(), known)
             except (PartcError, AssertionError):  # the export meets a tensor that the first trace kept
                 other = ()
@@ -526,7 +526,9 @@ def check(
             # An object may have several names, of which the user's lines change one.
             located = (change for change in still if change_source(change, state) is not None)
             raise refusal(next(located, next(iter(still), None)), state, source)
-    for change in (first[key] for key in first if key[0] in ("random", "numpy.random")):
+        if not drawn and not moved:
+            break
+    for change in map(first.__getitem__, drawn):
         line = change_source(change, state)
         where = "" if line is None else f" ({line})"
         drawing = f"Packages draw nothing from Python's {change.key[0]} module"

@@ -8,6 +8,7 @@ number is the least or the largest of many seeds.
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -23,9 +24,9 @@ _SEEDS = 1000
 
 
 @contextmanager
-def other_numbers(attempt: int, generators: Iterable[Any]) -> Iterator[None]:
+def other_numbers(attempt: int, generators: Iterable[Any]) -> Iterator[list[Any]]:
     """A context in which Python, NumPy and these generators of theirs draw other numbers in each of `TRIES` attempts,
-    counted from 1.
+    counted from 1. Behind it, the list has the generators from which numbers were drawn.
     """
     held = [(generator, _state(generator)) for generator in generators]
     with seeded_outside_torch(attempt):
@@ -33,10 +34,14 @@ def other_numbers(attempt: int, generators: Iterable[Any]) -> Iterator[None]:
         drawing = [random, *([numpy.random] if numpy else []), *(generator for generator, _ in held)]
         for generator in drawing if attempt <= len(_EXTREMES) else ():
             _begin_with(generator, _EXTREMES[attempt - 1])
+        begun = [pickle.dumps(_state(generator)) for generator, _ in held]
+        drawn: list[Any] = []
         try:
-            yield
+            yield drawn
         finally:
-            for generator, state in held:
+            for (generator, state), before in zip(held, begun, strict=True):
+                if pickle.dumps(_state(generator)) != before:
+                    drawn.append(generator)
                 _set_state(generator, state)
 
 

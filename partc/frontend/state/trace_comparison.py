@@ -181,7 +181,9 @@ def _nodes(
     module: fx.GraphModule, constants: Mapping[fx.Node, Any], named: Set[Any], *outputs: Any
 ) -> Iterator[TracedNode]:
     """The nodes from which the outputs and all changes in place are computed, and the outputs that are constants.
-    Other names than `named` count the constants and the values of a trace.
+
+    Inputs are compared by name if they are in `named`. The names of all others depend on how much a trace has made
+    before.
     """
     needed: set[fx.Node] = set()
     waiting = [node for node in outputs if isinstance(node, fx.Node)]

@@ -26,6 +26,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import _SingleLevelFunction as AppliedFunction
 from torch.export import _trace as export_traces
+from torch.export import exported_program
 from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnValues
@@ -99,6 +100,7 @@ __all__ = [
     "fake_stored",
     "graphs_without_code",
     "inside_functorch",
+    "kept_tensors_returned",
     "loss_decompositions",
     "norm_decompositions",
     "not_compiling",
@@ -432,4 +434,20 @@ def graphs_without_code() -> Iterator[None]:
             module._in_spec, module._out_spec = tree.in_spec, tree.out_spec
 
     with replaced(GraphModule, recompile=postponed):
+        yield
+
+
+@contextmanager
+def kept_tensors_returned() -> Iterator[None]:
+    """A context in which operations of an exported graph may return tensors of an earlier trace, as `x.to(device)` does
+    for a tensor that a cache has kept. These have the fake mode of that trace.
+    """
+    shape_env: Any = exported_program._get_shape_env
+
+    def of_inputs(module: GraphModule) -> Any:
+        inputs = (node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder")
+        mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
+        return shape_env(module) if mode is None else mode.shape_env
+
+    with replaced(exported_program, _get_shape_env=of_inputs):
         yield

@@ -258,6 +258,9 @@ RIGHT = {
     "clock for a log": "start = time.time()\ny = self.up(x)\nself.n = time.time() - start\nreturn y",
     "lru_cache": "return self.up(x) * slopes(4)[2]",
     "lru_cache of a method": "return self.up(x) * self.numbers_up_to(6)",
+    "lru_cache on a device": "return self.up(x) * self.numbers_up_to(6).to(x.device)",
+    "cache by size on a device": "if len(x) not in self.known:\n    self.known[len(x)] = torch.arange(6.0) + 1\n"
+    "return self.up(x) * self.known[len(x)].to(x.device)",
     "lru_cache of an attribute": "x = self.up(x) * self.first_angles(3, x.device).sum()\nreturn x * self.angles.to(x.device).sin()",
     "lru_cache of a table changed in place": "return self.up(x) * grid(6)[:, 0]",
     "cache of a table changed in place": "if self.cache is None:\n    self.cache = torch.arange(6.0)\n    self.cache[1:] /= 3\nreturn self.up(x) * self.cache",

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import tempfile
 import traceback
@@ -76,6 +77,7 @@ MESHES = (
     *("dp=2", "tp=2", "pp=2", "cp=2", "dp=4", "tp=4", "pp=4", "dp=2,tp=2", "dp=2,cp=2", "cp=2,tp=2", "pp=2,dp=2"),
     *("pp=2,tp=2", "pp=2,cp=2", "dp=2,tp=2,cp=2", "pp=2,dp=2,tp=2", "dp=3", "tp=3"),
 )
+RARE_OPTIMIZERS = ("nadam", "radam", "adadelta", "adamax", "asgd")
 
 
 def drawn_setting(seed: int) -> Setting:
@@ -99,6 +101,15 @@ def drawn_setting(seed: int) -> Setting:
         lr_schedule=draw.choice(("constant", "linear", "cosine")),
         no_decay=draw.choice(((), ("*bias",))),
     )
+    rare: dict[str, tuple[Any, ...]] = {
+        "loss_chunks": (2, 4),
+        "bucket": ("1KB", "64B"),
+        "recompute": ("softmax,all_gather", "gelu,relu,tanh,mul", "sum,add,layer_norm"),
+        "nodes": (2,) if prod(int(size) for size in re.findall(r"=(\d)", mesh)) == 4 else (None,),
+    }
+    options |= {name: draw.choice(values) for name, values in rare.items() if draw.random() < 0.25}
+    if draw.random() < 0.25:
+        recipe = replace(recipe, optimizer=draw.choice(RARE_OPTIMIZERS))
     return Setting(mesh=mesh, options=options, recipe=recipe)
 
 

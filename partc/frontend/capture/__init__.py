@@ -55,7 +55,7 @@ from partc.runtime.first_steps import FirstSteps
 from partc.runtime.train.entries import constants_as_text
 from partc.runtime.train.plain_tensors import Members, modules_by_path, with_registered_tensors
 from partc.runtime.train.precision import held_in
-from partc.torch_private import FakeTensorMode, graphs_without_code, recorded_stacks
+from partc.torch_private import FakeTensorMode, graphs_without_code, kept_tensors_returned, recorded_stacks
 
 _Given = ParamSpec("_Given")
 
@@ -278,6 +278,7 @@ def _exported(
             module_hooks(modules.named, traced.parts),
             recorded_stacks(user_stack),
             graphs_without_code(),
+            kept_tensors_returned(),
             following_transforms(whole=whole),
             flexible_attention(),
         ):

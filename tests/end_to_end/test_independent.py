@@ -150,3 +150,13 @@ def test_rounding_in_16_bits_is_that_of_autocast(name: str) -> None:
     """
     found = rounding(MODELS / f"{name}.py", "dp=2", Recipe(optimizer="sgd", lr=0.05, steps=3), shared())
     assert found.package < 1.5 * found.autocast, found
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_steps_that_fp16_skips_are_no_rounding() -> None:
+    """The first scale of the loss is too large for this model, in a package as in an eager loop with GradScaler."""
+    path, recipe = MODELS / "projected_memory.py", Recipe(optimizer="sgd", lr=0.05, steps=5)
+    assert train(path, recipe, precision="fp16").skipped == {0, 1, 2}
+    found = rounding(path, "dp=2", recipe, shared(), precision="fp16")
+    assert found.package < 2 * found.autocast < 0.01, found

@@ -63,15 +63,26 @@ class Trained:
     state: dict[str, Tensor]
     losses: tuple[float, ...]
     gone_without: frozenset[str]  # parameters whose grad was None at the end
+    skipped: frozenset[int] = frozenset()  # steps whose gradients were too large for fp16
+
+
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train(
-    path: Path, recipe: Recipe, *, microbatches: int = 1, seed: int = 0, precision: Literal["fp64", "bf16"] = "fp64"
+    path: Path,
+    recipe: Recipe,
+    *,
+    microbatches: int = 1,
+    seed: int = 0,
+    precision: Literal["fp64", "bf16", "fp16"] = "fp64",
+    skip: frozenset[int] = frozenset(),
 ) -> Trained:
-    """Train a model file's model in fp64, or in fp32 with forward passes under torch's autocast to bf16. `microbatches`
-    is more than 1 where each is a batch of its own.
+    """Train a model file's model in fp64, or in fp32 with forward passes under torch's autocast, in fp16 with its
+    GradScaler. `microbatches` is more than 1 where each is a batch of its own. Steps in `skip` update no parameter.
     """
-    module, wide = load(path), precision == "fp64"
+    module, low = load(path), _TYPES.get(precision)
+    wide = low is None
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
@@ -79,7 +90,8 @@ def train(
     for x in (*model.parameters(), *model.buffers()) if wide else ():
         x.data = double(x.data)  # buffers of two names stay one, which model.double() would part
     optimizer = _optimizer(model, recipe)
-    losses = []
+    scaler = torch.amp.GradScaler("cpu", enabled=low == torch.float16)
+    losses, skipped = [], set(skip)
     for step in range(recipe.steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.rate(step)
@@ -90,20 +102,25 @@ def train(
             parts = _parts(over_tensors(double, batch) if wide else batch, microbatches)
             with doubles() if wide else nullcontext(), _drawing(module, seed, number):
                 for part in parts:
-                    with nullcontext() if wide else torch.autocast("cpu", torch.bfloat16):
+                    with nullcontext() if low is None else torch.autocast("cpu", low):
                         loss = module.loss(model, part) if hasattr(module, "loss") else model(**part)
-                    (loss / (len(parts) * recipe.accumulate)).backward()
+                    scaler.scale(loss / (len(parts) * recipe.accumulate)).backward()
                     total += loss.item() / (len(parts) * recipe.accumulate)
         if recipe.clip is not None:
+            scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-        optimizer.step()
+        if step not in skip:
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            skipped |= {step} if scaler.get_scale() < scale else set()
         losses.append(total)
     without = frozenset(name for name, x in model.named_parameters() if x.grad is None)
     state = {
         name: torch.view_as_real(x.detach()).clone() if x.is_complex() else x.detach().clone()
         for name, x in model.state_dict().items()
     }
-    return Trained(state=state, losses=tuple(losses), gone_without=without)
+    return Trained(state=state, losses=tuple(losses), gone_without=without, skipped=frozenset(skipped))
 
 
 def double(x: Tensor) -> Tensor:

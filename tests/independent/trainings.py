@@ -182,9 +182,11 @@ def packaged(build: Path, recipe: Recipe, folder: Path, server: Server | None) -
     else:
         _forked(build, arguments, folder, server)
     export(build, folder / "ckpt", folder / "end.safetensors", say=lambda line: None)
-    read = (json.loads(line)["loss"] for line in log.read_text().splitlines())
-    losses = tuple(math.nan if loss is None else loss for loss in read)  # JSON has no NaN
-    return Trained(state=load_file(folder / "end.safetensors"), losses=losses, gone_without=frozenset())
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    losses = tuple(math.nan if line["loss"] is None else line["loss"] for line in lines)  # JSON has no NaN
+    skipped = frozenset(step for step, line in enumerate(lines) if line.get("skipped"))
+    state = load_file(folder / "end.safetensors")
+    return Trained(state=state, losses=losses, gone_without=frozenset(), skipped=skipped)
 
 
 def _forked(build: Path, arguments: Sequence[str], folder: Path, server: Server) -> None:

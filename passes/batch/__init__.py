@@ -303,7 +303,10 @@ class _Walk:
         self.demanded: set[str] = set()
         self.inside: dict[tuple[str, str], None] = {}  # (region, value) that must be complete over the batch
         self.names = {region.name for region in program.regions}
-        self.variants: dict[tuple[str, tuple[Placement, ...]], tuple[Region, tuple[Placement, ...]]] = {}
+        # A region for one set of arguments, of results that a step fixes, and of the phase.
+        self.variants: dict[
+            tuple[str, tuple[Placement, ...], tuple[Placement | None, ...], bool], tuple[Region, tuple[Placement, ...]]
+        ] = {}
         self.values: dict[str, Placement] = {}
         self.pure = input_only(program)
         self.updates = {value for _, value in program.updates}
@@ -328,24 +331,28 @@ class _Walk:
     def _call(self, call: Call) -> Call:
         region = self.program.region(call.region)
         given = tuple(self.values[name] for name in call.args)
-        key = (region.name, given)
+        fixed = tuple(self._fixed(name, call) for name in call.results)
+        step = any(name in self.summed for name in call.results) and call.name in self.pure
+        step = step and not self.program.separate_batches
+        key = (region.name, given, fixed, step)
         if key not in self.variants:
-            met = any(name == region.name for name, _ in self.variants)
+            met = any(name == region.name for name, *_ in self.variants)
             name = unique(region.name, self.names) if met else region.name
-            self.variants[key] = self._region(replace(region, name=name), given, call)
+            self.variants[key] = self._region(replace(region, name=name), given, call, step)
         variant, given_back = self.variants[key]
-        for name, placement in zip(call.results, given_back, strict=True):
-            self.values[name] = self._boundary(name, call, placement)
+        for name, own, placement in zip(call.results, fixed, given_back, strict=True):
+            self.values[name] = own or placement
         return replace(call, region=variant.name)
 
-    def _boundary(self, name: str, call: Call, placement: Placement) -> Placement:
+    def _fixed(self, name: str, call: Call) -> Placement | None:
+        """The placement of a call's result that does not depend on the region; None if it does."""
         if name in self.updates or (name in self.summed and call.name in self.pure):
             return Varying()
-        if name in self.scalars:
-            return Partial()
-        return placement
+        return Partial() if name in self.scalars else None
 
-    def _region(self, region: Region, given: tuple[Placement, ...], call: Call) -> tuple[Region, tuple[Placement, ...]]:
+    def _region(
+        self, region: Region, given: tuple[Placement, ...], call: Call, step: bool
+    ) -> tuple[Region, tuple[Placement, ...]]:
         """The region with its choices, and the placements of its outputs."""
         if region.phase == "setup":
             return region, (Replicated(),) * len(region.forward.outputs)
@@ -354,8 +361,6 @@ class _Walk:
         types = {name: value.type for name, value in region.forward.definitions().items()}
         types.update((value.name, value.type) for value in region.params)
         arguments = dict(zip((v.name for v in region.forward.inputs), call.args, strict=True))
-        step = any(name in self.summed for name in call.results) and call.name in self.pure
-        step = step and not self.program.separate_batches
         ops: list[Op] = []
         complete = self._complete(region, types, dict(placed), call, arguments)
         for op in region.forward.ops:

@@ -125,3 +125,40 @@ def test_classes_and_tables_of_two_batches_are_no_range_of_rows(looked_up: bool)
     batch = {name: torch.randn(8, 6) for name in ("x", "near", "far")}
     package = partc.compile(Negatives(looked_up), batch, mesh="dp=2", precision="fp64")
     assert package.verify(steps=2).worst.rel_err < 1e-12
+
+
+class Messages(nn.Module):
+    """Messages along edges; the weights of those to the same target have a sum of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.send = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        sent = self.send(x[source] * x[target])
+        weights = sent.sum(1).exp()
+        sums = torch.zeros(len(x)).index_add(0, target, weights)
+        return x.index_add(0, target, (weights / sums[target])[:, None] * sent)
+
+
+class Graphs(nn.Module):
+    """The graphs of a batch as one, with the places of nodes in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes, self.layers = nn.Embedding(11, 6), nn.ModuleList(Messages() for _ in range(2))
+
+    def forward(self, x: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        first = torch.arange(x.shape[0])[:, None] * x.shape[1]
+        source, target, x = (source + first).flatten(), (target + first).flatten(), self.nodes(x).flatten(0, 1)
+        for layer in self.layers:
+            x = layer(x, source, target)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,cp=2", "pp=2,dp=2"])
+def test_calls_of_a_region_keep_the_cuts_of_their_own_results(mesh: str) -> None:
+    """The sources of edges, which stay cut, shared a region with the targets, which every rank reads whole."""
+    places = {name: torch.randint(5, (8, 9)) for name in ("source", "target")}
+    package = partc.compile(Graphs(), {"x": torch.randint(11, (8, 5)), **places}, mesh=mesh, precision="fp64")
+    assert package.verify(steps=2).worst.rel_err < 1e-12

@@ -38,7 +38,7 @@ def expand(program: Program) -> Program:
 
 
 def _expanded(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Graph:
-    types = {name: value.type for name, value in graph.definitions().items()} | dict(params)
+    types = graph.types() | dict(params)
     ops: list[Op] = []
     same: dict[str, str] = {}
     for op in graph.ops:

@@ -69,8 +69,7 @@ class _Padding:
 
     def run(self) -> _Padding:
         graph = self.main.forward
-        self.types = {value.name: value.type for value in self.main.params}
-        self.types.update((name, value.type) for name, value in graph.definitions().items())
+        self.types = self.main.types(graph)
         self.readers = graph.readers()
         for value in self.main.params:
             shape = value.type.shape

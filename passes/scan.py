@@ -113,7 +113,7 @@ class _Loops:
     def __init__(self, region: Region) -> None:
         self.graph = region.forward
         self.ops = list(region.forward.ops)
-        self.types = {name: value.type for name, value in region.forward.definitions().items()}
+        self.types = region.forward.types()
         self.types |= {value.name: value.type for value in region.params}
         self.taken = set(self.types)
         self.makers = {value.name: (op, index) for op in self.ops for index, value in enumerate(op.results)}

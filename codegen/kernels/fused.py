@@ -19,7 +19,7 @@ def kernels(program: Program) -> Iterator[Kernel]:
     done: set[str] = set()
     for region in program.regions:
         for graph in region.graphs:
-            types = {value.name: value.type for value in (*region.params, *graph.definitions().values())}
+            types = region.types(graph)
             for op in graph.ops:
                 if op.body and kernel_name(op) not in done:
                     done.add(kernel_name(op))

@@ -203,7 +203,7 @@ class ClusterRates:
             return 0.0
         if op.name == SCAN:
             scan = scan_of(op)
-            inner = {**types, **{name: value.type for name, value in scan.step.definitions().items()}}
+            inner = {**types, **scan.step.types()}
             return scan.length * sum(self.operation(each, inner, sizes) for each in scan.step.ops)
         visits = num_blocks(op, sizes)
         used = (*(types[name] for name in op.refs()), *(value.type for value in op.results))

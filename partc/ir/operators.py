@@ -379,7 +379,7 @@ def _scan_shapes(
     step: str,
 ) -> list[Tensor]:
     graph = parse_graph(step)
-    types = {name: value.type for name, value in graph.definitions().items()}
+    types = graph.types()
     made = zip(graph.outputs[len(starts) :], dims[len(sequences) :], strict=True)
     (like, *_) = (*starts, *sequences)
     rows = [(with_time(types[name].shape, dim, length), types[name].dtype) for name, dim in made]

@@ -123,7 +123,7 @@ def _graph(
 ) -> Iterator[str]:
     yield f"  {title}:"
     yield from (f"    input {_declared(value)}" for value in graph.inputs)
-    types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
+    types = {**params, **graph.types()}
     left = [", ".join(written_name(value.name) for value in op.results) for op in graph.ops]
     right = [print_operation(op) for op in graph.ops]
     notes = [_notes(op, types, sources, sizes) for op in graph.ops]

@@ -232,6 +232,10 @@ class Graph:
         """The operations that read each value, in order, each of them once."""
         return self._readers
 
+    def types(self) -> dict[str, TensorType]:
+        """The type of every value by name, inputs included."""
+        return {name: value.type for name, value in self.definitions().items()}
+
     # Derived once: passes ask for each of many operations.
     @cached_property
     def _definitions(self) -> Mapping[str, Value]:
@@ -354,7 +358,7 @@ class Region:
 
     def types(self, graph: Graph) -> dict[str, TensorType]:
         """The types of all values in a graph."""
-        return {name: value.type for name, value in self.values(graph).items()}
+        return {**{value.name: value.type for value in self.params}, **graph.types()}
 
 
 @lru_cache(maxsize=1024)

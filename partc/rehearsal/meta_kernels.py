@@ -58,7 +58,7 @@ def stand_ins(program: Program) -> SimpleNamespace:
         found[code] = _Codec(code)
     for region in program.regions:
         for graph in region.graphs:
-            types = {value.name: value.type for value in (*region.params, *graph.definitions().values())}
+            types = region.types(graph)
             for op in graph.ops:
                 if op.body:
                     found.setdefault(str(dict(op.attrs)["kernel"]), stand_in(op, types))

@@ -141,7 +141,7 @@ def _analysed(scan: Scan, resolve: Resolve) -> _Step:
     values.
     """
     groups = _LinkedDims()
-    types = {name: value.type for name, value in scan.step.definitions().items()}
+    types = scan.step.types()
     rules = []
     for index, op in enumerate(scan.step.ops):
         rule = resolve(op, types)

@@ -215,7 +215,7 @@ class _PlacementProgram:
 
     def _add_region(self, region: Region) -> None:
         graph = region.forward
-        types = {name: value.type for name, value in graph.definitions().items()}
+        types = graph.types()
         types.update((value.name, value.type) for value in region.params)
         live = reached(graph, self.needs[region.name] | self.trainable[region.name])
         cuts = propagate_cuts(graph, types, self.halved)

@@ -358,7 +358,7 @@ class _Walk:
             return region, (Replicated(),) * len(region.forward.outputs)
         placed: dict[str, Placement] = dict(zip((v.name for v in region.forward.inputs), given, strict=True))
         placed.update((value.name, Varying()) for value in region.params)
-        types = {name: value.type for name, value in region.forward.definitions().items()}
+        types = region.forward.types()
         types.update((value.name, value.type) for value in region.params)
         arguments = dict(zip((v.name for v in region.forward.inputs), call.args, strict=True))
         ops: list[Op] = []

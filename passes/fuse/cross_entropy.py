@@ -56,7 +56,7 @@ class _Streams:
     """The streamed logits of one graph."""
 
     def __init__(self, graph: Graph, params: Mapping[str, TensorType], kept: Collection[str], sizes: Sizes) -> None:
-        self.types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
+        self.types = {**params, **graph.types()}
         self.taken = set(self.types)
         self.sizes = sizes
         self.sums: dict[str, Value] = {}  # logits -> the log-sum-exps of their rows that a loss computes

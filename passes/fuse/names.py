@@ -23,7 +23,7 @@ def named(program: Program) -> Program:
 
     def region_named(region: Region) -> Region:
         def graph_named(graph: Graph) -> Graph:
-            types = {value.name: value.type for value in (*region.params, *graph.definitions().values())}
+            types = region.types(graph)
             return replace(
                 graph, ops=tuple(_named(op, types, known[region.name], program.sizes, given) for op in graph.ops)
             )

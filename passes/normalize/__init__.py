@@ -52,7 +52,7 @@ def normalize(program: Program, *, forward_only: bool = False) -> Program:
     (main,), (call,) = program.regions, program.calls
     region, drawn, updated = _normalized(main, program, forward_only)
     stored = dict(zip((value.name for value in region.params), call.params, strict=True))
-    types = {name: value.type for name, value in region.forward.definitions().items()}
+    types = region.forward.types()
     taken = {value.name for value in program.values}
     results = tuple(unique(identifier(f"next {stored[buffer]}"), taken) for buffer in updated)
     return replace(
@@ -104,7 +104,7 @@ def _normalized(region: Region, program: Program, forward_only: bool) -> tuple[R
     still = {name for op in forward.ops for name in op.refs()} | {*forward.outputs}
     lost = [name for name in types if name in trained and name in read - still and 0 not in types[name].shape]
     forward = with_solves(with_joins(forward), writer.types)
-    all_types = {**writer.types, **{name: value.type for name, value in forward.definitions().items()}}
+    all_types = {**writer.types, **forward.types()}
     found = replace(region, forward=with_dims(forward, all_types))
     # The loss reads parameters only through tensors without elements. A loss without any gradient is refused later.
     if lost and not forward_only and not trained.isdisjoint(still):

@@ -45,7 +45,7 @@ def with_inner_gradients(graph: Graph, params: Mapping[str, TensorType]) -> Grap
     """The graph without `inner_gradient`. Raises PartcError P0216 where torch has no gradient."""
     if not any(op.name == NAME for op in graph.ops):
         return graph
-    types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
+    types = {**params, **graph.types()}
     writer = _Expansion(types=types, taken={*types}, ops=[])
     for op in graph.ops:
         if op.name == NAME:

@@ -93,7 +93,7 @@ class _Functionalization:
         self._graph = graph
         self._states = states
         self._trained = trained
-        self._types = {**states, **{name: value.type for name, value in graph.definitions().items()}}
+        self._types = {**states, **graph.types()}
         self._last = _last_reads(graph)
         self._live = _live(graph, self._types, trained)
         self._makers = graph.makers()

@@ -28,7 +28,7 @@ def plain_norms(graph: Graph, types: dict[str, TensorType]) -> Graph:
     """The graph with every batch_norm and instance_norm spelled out. `types` are those of its parameters."""
     if not any(op.name in ("batch_norm", "instance_norm") for op in graph.ops):
         return graph
-    known = types | {name: value.type for name, value in graph.definitions().items()}
+    known = types | graph.types()
     twice = any(op.name == INNER_GRADIENT for op in graph.ops)
     ops: list[Op] = []
     for op in graph.ops:

@@ -124,7 +124,7 @@ class Linker:
         self.stored = {value.name: name for value, name in _stored(program)}
         self.trained = {parameter.name: parameter.trainable for parameter in program.parameters}
         self.written = _written(program, main)
-        self.types = {name: value.type for name, value in main.forward.definitions().items()}
+        self.types = main.forward.types()
         made = (value for segment in segments for op in segment.ops for value in op.results)
         self.types.update((value.name, value.type) for value in (*main.params, *made))
         self.regions: dict[Hashable, Region] = {}

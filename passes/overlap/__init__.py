@@ -47,7 +47,7 @@ def _graph(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Grap
     if not _moving(graph, sizes):
         return graph
     graph = with_joined_sums(graph, params, sizes)
-    types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
+    types = {**params, **graph.types()}
     line = _Line(list(graph.ops), {id(op): seconds(op, types, sizes) for op in graph.ops}, _needs(graph))
     taken = {*types}
     for op in _moving(graph, sizes):

@@ -24,7 +24,7 @@ from partc.runtime.plan import DIRECT
 
 def with_joined_sums(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Graph:
     """The graph with its small sums joined."""
-    types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
+    types = {**params, **graph.types()}
     taken = {*types}
     instead: dict[int, list[Op]] = {}
     for group, readers in _groups(graph, types, sizes):

@@ -345,7 +345,7 @@ def _merged(graph: Graph) -> Graph:
     same: dict[str, str] = {}
     equal: dict[str, str] = {}  # value -> the first one that is equal
     shaped: dict[str, str] = {}  # result of a reshape -> the value before all reshapes
-    types = {name: value.type for name, value in graph.definitions().items()}
+    types = graph.types()
     ops: list[Op] = []
     for op in graph.ops:
         op = replace(op.renamed(same), results=op.results)

@@ -43,7 +43,7 @@ def without_loops(region: Region) -> tuple[Graph, bool]:
         for part in _counted(chain, graph):
             if len(part) < LEAST or not fuel.may_rewrite("loop over experts", part[-1].source):
                 continue
-            types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
+            types = {**params, **graph.types()}
             lift = Lift(graph.makers(), types, params, len(part))
             try:
                 lift.written(part)
@@ -56,9 +56,7 @@ def without_loops(region: Region) -> tuple[Graph, bool]:
 
 def _without_never(graph: Graph, params: Mapping[str, TensorType]) -> Graph:
     """The graph without writes for experts that no row can choose: rows `e` of one_hot(chosen, n) with e too large."""
-    lift = Lift(
-        graph.makers(), {**params, **{name: value.type for name, value in graph.definitions().items()}}, params, 0
-    )
+    lift = Lift(graph.makers(), {**params, **graph.types()}, params, 0)
     same: dict[str, str] = {}
     ops: list[Op] = []
     for op in graph.ops:

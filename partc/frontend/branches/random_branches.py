@@ -326,7 +326,7 @@ class _JoinedGraph:
 
     def __init__(self, join: _Join) -> None:
         self._join, self._kept = join, join.kept
-        self._types = {name: value.type for name, value in self._kept.graph.definitions().items()}
+        self._types = self._kept.graph.types()
         self._types |= {value.name: value.type for ops in join.otherwise.values() for op in ops for value in op.results}
         self._types |= {op.result.name: op.result.type for op in join.constants}
         self._live = reached(self._kept.graph, self._kept.states)

@@ -330,7 +330,7 @@ class _Alignment:
     def __init__(self, full: Graph, states: Mapping[str, TensorType], test: Source) -> None:
         self._test = test
         self._makers = full.makers()
-        self._types = {**states, **{name: value.type for name, value in full.definitions().items()}}
+        self._types = {**states, **full.types()}
         self._changed = frozenset(self._roots(full.ops))
         self._tests: list[_Zeros] = []  # the tests met so far
         self._active: Sequence[_Zeros] = ()  # the tests since the last operation that both traces have

@@ -22,16 +22,12 @@ from partc.ir.program import Graph, Op, Program, Ref, Region, TensorType, Value
 
 def bias(program: Program) -> Program:
     """Rewrite every such pair in all graphs of all regions."""
-
-    def changed(region: Region) -> Region:
-        return region.mapped(lambda graph: _graph(region, graph, program.sizes))
-
-    return replace(program, regions=tuple(map(changed, program.regions)))
+    return program.mapped(lambda region, graph: _graph(region, graph, program.sizes))
 
 
 def _graph(region: Region, graph: Graph, sizes: Sizes) -> Graph:
     types = region.types(graph)
-    kept = {*graph.outputs, *(region.saved if graph is region.forward else ())}
+    kept = region.read_outside(graph)
     reads = Counter(name for op in graph.ops for name in op.refs())
     products = {
         op.result.name: op

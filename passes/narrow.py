@@ -25,15 +25,11 @@ from partc.ir.program import Graph, Op, Program, Region, TensorType, Value, need
 
 def narrow(program: Program) -> Program:
     """Rewrite all graphs of all regions."""
-
-    def changed(region: Region) -> Region:
-        return region.mapped(lambda graph: _graph(region, graph))
-
-    return replace(program, regions=tuple(map(changed, program.regions)))
+    return program.mapped(_graph)
 
 
 def _graph(region: Region, graph: Graph) -> Graph:
-    kept = {*graph.outputs, *(region.saved if graph is region.forward else ())}
+    kept = region.read_outside(graph)
     work = _Narrowed(region.types(graph), {value.name: op for op in graph.ops for value in op.results}, kept)
     ops = tuple(step for op in graph.ops for step in work.steps(op))
     if not work.removable:

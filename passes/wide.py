@@ -20,16 +20,12 @@ from partc.ir.program import Graph, Op, Program, Region
 
 def wide(program: Program) -> Program:
     """Rewrite every such pair in all graphs of all regions."""
-
-    def changed(region: Region) -> Region:
-        return region.mapped(lambda graph: _graph(region, graph))
-
-    return replace(program, regions=tuple(map(changed, program.regions)))
+    return program.mapped(_graph)
 
 
 def _graph(region: Region, graph: Graph) -> Graph:
     types = region.types(graph)
-    kept = {*graph.outputs, *(region.saved if graph is region.forward else ())}
+    kept = region.read_outside(graph)
     reads = Counter(name for op in graph.ops for name in op.refs())
     casts = {
         op.result.name: op

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from operator import attrgetter
 from typing import Any, Literal, TypeVar, Union
 
@@ -351,6 +351,10 @@ class Region:
             backward=self.backward and change(self.backward),
             weight=self.weight and change(self.weight),
         )
+
+    def read_outside(self, graph: Graph) -> set[str]:
+        """The values of a graph that are read outside of it."""
+        return {*graph.outputs, *(self.saved if graph is self.forward else ())}
 
     def values(self, graph: Graph) -> dict[str, Value]:
         """All values in a graph by name: parameters, inputs and results."""
@@ -778,6 +782,10 @@ class Program:
     def sent(self) -> tuple[Transfer, ...]:
         """The transfers that cross ranks."""
         return tuple(filter(self.travels, self.transfers))
+
+    def mapped(self, change: Callable[[Region, Graph], Graph]) -> Program:
+        """The program with `change` applied to each graph of each region."""
+        return replace(self, regions=tuple(region.mapped(partial(change, region)) for region in self.regions))
 
     def region(self, name: str) -> Region:
         return self._regions[name]

@@ -29,17 +29,8 @@ _LARGER = 1.1  # the bytes that are read instead, as a multiple of the value's: 
 
 def with_cheaper_reads(region: Region, sizes: Sizes) -> Region:
     """The region in which later kernels make values again; saved values are in memory anyway."""
-    params = {value.name: value for value in region.params}
-
-    def rewritten(graph: Graph, saved: Collection[str] = ()) -> Graph:
-        return _Reads(graph, {*graph.outputs, *saved}, {**params, **graph.definitions()}, sizes).rewritten()
-
-    backward, weight = region.backward, region.weight
-    return replace(
-        region,
-        forward=rewritten(region.forward, region.saved),
-        backward=backward and rewritten(backward),
-        weight=weight and rewritten(weight),
+    return region.mapped(
+        lambda graph: _Reads(graph, region.read_outside(graph), region.values(graph), sizes).rewritten()
     )
 
 

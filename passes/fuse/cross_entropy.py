@@ -39,24 +39,14 @@ _DIMENSION = {  # the position of the argument `dim`
 
 def with_streaming_kernels(region: Region, sizes: Sizes) -> Region:
     """The region with streaming kernels in its graphs, each at the place of its first operation."""
-    params = {value.name: value.type for value in region.params}
-
-    def rewritten(graph: Graph, also: Collection[str]) -> Graph:
-        return _Streams(graph, params, {*graph.outputs, *also}, sizes).graph()
-
-    return replace(
-        region,
-        forward=rewritten(region.forward, region.saved),
-        backward=region.backward and rewritten(region.backward, ()),
-        weight=region.weight and rewritten(region.weight, ()),
-    )
+    return region.mapped(lambda graph: _Streams(graph, region.types(graph), region.read_outside(graph), sizes).graph())
 
 
 class _Streams:
     """The streamed logits of one graph."""
 
-    def __init__(self, graph: Graph, params: Mapping[str, TensorType], kept: Collection[str], sizes: Sizes) -> None:
-        self.types = {**params, **graph.types()}
+    def __init__(self, graph: Graph, types: Mapping[str, TensorType], kept: Collection[str], sizes: Sizes) -> None:
+        self.types = dict(types)
         self.taken = set(self.types)
         self.sizes = sizes
         self.sums: dict[str, Value] = {}  # logits -> the log-sum-exps of their rows that a loss computes

@@ -30,11 +30,10 @@ def with_drawn_masks(region: Region) -> Region:
     if not any(op.name == "dropout" for graph in region.graphs for op in graph.ops):
         return region
     taken = set().union(*(region.types(graph) for graph in region.graphs))
-    forward = _split(region.forward, taken)
-    backward = region.backward and _split(region.backward, taken)
-    weight = region.weight and _split(region.weight, taken)
+    region = region.mapped(lambda graph: _split(graph, taken))
+    forward, backward, weight = region.forward, region.backward, region.weight
     if backward is None:
-        return replace(region, forward=forward)
+        return region
     drawn = {op.result.name: op for graph in (backward, forward) for op in graph.ops if op.name == "drawn"}
     count = len(backward.outputs) - len(region.kept)
     results = {*backward.outputs[:count], *(weight.outputs if weight else ())}
@@ -46,7 +45,6 @@ def with_drawn_masks(region: Region) -> Region:
     kept = tuple(name for name in region.kept if name not in left)
     return replace(
         region,
-        forward=forward,
         backward=_drawing(replace(backward, outputs=(*backward.outputs[:count], *kept)), left, drawn),
         weight=weight and _drawing(weight, left, drawn),
         saved=tuple(name for name in region.saved if name not in left),

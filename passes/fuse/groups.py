@@ -27,22 +27,15 @@ _WORTH = frozenset({"cross_entropy_backward", "rms_norm_grad_weight", "layer_nor
 def fused(region: Region, sizes: Sizes, rotations: Mapping[str, str]) -> Region:
     """The region with fused operations in place of each group. `rotations` has the rotary embeddings of values."""
     region = in_fp32(region)
-    backward, weight = region.backward, region.weight
     params = {value.name: value for value in region.params}
     ragged = ragged_rows(region)
 
-    def fused_graph(graph: Graph, also: Collection[str] = ()) -> Graph:
-        """The fused graph; `also` names values that are read besides the graph's outputs."""
-        work = _Work(graph, params, {*graph.outputs, *also}, sizes, ragged, rotations)
+    def fused_graph(graph: Graph) -> Graph:
+        work = _Work(graph, params, region.read_outside(graph), sizes, ragged, rotations)
         work.join()
         return replace(graph, ops=work.ordered())
 
-    return replace(
-        region,
-        forward=fused_graph(region.forward, region.saved),
-        backward=backward and fused_graph(backward),
-        weight=weight and fused_graph(weight),
-    )
+    return region.mapped(fused_graph)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,22 +21,13 @@ def named(program: Program) -> Program:
     given: dict[tuple[object, ...], str] = {}
     known = dense(program)
 
-    def region_named(region: Region) -> Region:
-        def graph_named(graph: Graph) -> Graph:
-            types = region.types(graph)
-            return replace(
-                graph, ops=tuple(_named(op, types, known[region.name], program.sizes, given) for op in graph.ops)
-            )
-
-        forward, backward, weight = region.forward, region.backward, region.weight
+    def graph_named(region: Region, graph: Graph) -> Graph:
+        types = region.types(graph)
         return replace(
-            region,
-            forward=graph_named(forward),
-            backward=backward and graph_named(backward),
-            weight=weight and graph_named(weight),
+            graph, ops=tuple(_named(op, types, known[region.name], program.sizes, given) for op in graph.ops)
         )
 
-    return replace(program, regions=tuple(map(region_named, program.regions)))
+    return program.mapped(graph_named)
 
 
 def _named(

@@ -29,25 +29,20 @@ from partc.cost.roofline import seconds
 from partc.ir.collectives import MOVING
 from partc.ir.layout import Sizes
 from partc.ir.naming import unique
-from partc.ir.program import Graph, Op, Program, Ref, Region, TensorType
+from partc.ir.program import Graph, Op, Program, Ref, Region
 from partc.passes.overlap.joined import with_joined_sums
 
 
 def overlap(program: Program) -> Program:
     """Move collectives and their waits apart, in every graph of every region."""
-    return replace(program, regions=tuple(_region(region, program.sizes) for region in program.regions))
+    return program.mapped(lambda region, graph: _graph(region, graph, program.sizes))
 
 
-def _region(region: Region, sizes: Sizes) -> Region:
-    params = {value.name: value.type for value in region.params}
-    return region.mapped(lambda graph: _graph(graph, params, sizes))
-
-
-def _graph(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Graph:
+def _graph(region: Region, graph: Graph, sizes: Sizes) -> Graph:
     if not _moving(graph, sizes):
         return graph
-    graph = with_joined_sums(graph, params, sizes)
-    types = {**params, **graph.types()}
+    graph = with_joined_sums(graph, {value.name: value.type for value in region.params}, sizes)
+    types = region.types(graph)
     line = _Line(list(graph.ops), {id(op): seconds(op, types, sizes) for op in graph.ops}, _needs(graph))
     taken = {*types}
     for op in _moving(graph, sizes):

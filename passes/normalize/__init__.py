@@ -179,15 +179,15 @@ def _baddbmm(w: Writer, op: Op) -> None:
     """beta * bias + alpha * (x @ y)."""
     beta, alpha = (dict(op.attrs).get(key, 1) for key in ("beta", "alpha"))
     shape, dtype = op.result.type.shape, op.result.type.dtype
-    product = w.add(op, "matmul", op.args[1:3], w.value(f"{op.result.name}_matmul", shape, dtype))
+    product = w.step(op, "matmul", op.args[1:3], "matmul", shape, dtype)
     if alpha != 1:
-        product = w.add(op, "mul", (product, alpha), w.value(f"{op.result.name}_scaled", shape, dtype))
+        product = w.step(op, "mul", (product, alpha), "scaled")
     bias = op.args[0]
     if beta == 0:
         w.alias(op.result.name, product.name)
         return
     if beta != 1:
-        bias = w.add(op, "mul", (bias, beta), w.value(f"{op.result.name}_bias", w.shape(bias), dtype))
+        bias = w.step(op, "mul", (bias, beta), "bias", None, dtype)
     w.add(op, "add", (product, bias))
 
 
@@ -213,10 +213,7 @@ def _matmul(w: Writer, op: Op) -> None:
         w.add(op, "linear", (left, made.args[0]))
         return
     if ranks[0] == 2 < ranks[1]:  # torch would swap the operands
-        shape = (*w.shape(right)[:-2], *w.shape(left))
-        left = w.add(
-            op, "expand", (left, shape), w.value(f"{op.result.name}_left", shape, w.types[ref(left).name].dtype)
-        )
+        left = w.step(op, "expand", (left, (*w.shape(right)[:-2], *w.shape(left))), "left")
     w.add(op, "matmul", (left, right))
 
 
@@ -236,8 +233,7 @@ def _any_or_all(w: Writer, op: Op) -> None:
     if op.result.type.shape or not shape:
         IDENTITIES["any"](w, op)
         return
-    count = w.value(f"{op.result.name}_count", (), "i64")
-    found = w.add(op, "count_nonzero", (op.args[0], tuple(range(len(shape)))), count)
+    found = w.step(op, "count_nonzero", (op.args[0], tuple(range(len(shape)))), "count", (), "i64")
     w.add(op, *(("gt", (found, 0)) if op.name == "any" else ("eq", (found, math.prod(shape)))))
 
 
@@ -284,9 +280,8 @@ def _mean(w: Writer, op: Op) -> None:
     if count == 1:
         w.add(op, "sum", (_as_float(w, op), dims, keep))
         return
-    total = w.value(f"{op.result.name}_sum", op.result.type.shape, op.result.type.dtype)
-    w.add(op, "sum", (_as_float(w, op), dims, keep), total)
-    w.add(op, "div", (Ref(total.name), count))
+    total = w.step(op, "sum", (_as_float(w, op), dims, keep), "sum", op.result.type.shape)
+    w.add(op, "div", (total, count))
 
 
 def _softmax(w: Writer, op: Op) -> None:
@@ -328,10 +323,7 @@ def _written_out(w: Writer, op: Op) -> None:
     if numbers == tuple(range(len(numbers))):
         w.add(op, "arange", (len(numbers),), flat, dtype=DTypeArg(dtype))
     else:
-        parts = tuple(
-            w.add(op, "full", ((1,), item), w.value(f"{op.result.name}_number", (1,), dtype), dtype=DTypeArg(dtype))
-            for item in numbers
-        )
+        parts = tuple(w.step(op, "full", ((1,), item), "number", (1,), dtype=DTypeArg(dtype)) for item in numbers)
         w.add(op, "cat", (parts, 0), flat)
     w.add(op, "reshape", (Ref(flat.name), shape))
 
@@ -340,8 +332,7 @@ def _copy(w: Writer, op: Op) -> None:
     """copy(x, src): src in the shape and dtype of x."""
     source, type = op.args[1], op.result.type
     if w.types[ref(source).name].dtype != type.dtype:
-        cast = w.value(f"{op.result.name}_cast", w.shape(source), type.dtype)
-        source = w.add(op, "to", (source, DTypeArg(type.dtype)), cast)
+        source = w.step(op, "to", (source, DTypeArg(type.dtype)), "cast")
     if w.shape(source) == type.shape:
         w.alias(op.result.name, ref(source).name)
     else:
@@ -361,12 +352,10 @@ def _index_put(w: Writer, op: Op) -> None:
     if not alike or len(w.shape(y)) > inner or argument(op, 3, "accumulate", False):
         keep(w, op)
         return
-    name, dtype = op.result.name, op.result.type.dtype
-    column = (*w.shape(mask), *(1 for _ in range(inner)))
     if inner:
-        mask = w.add(op, "reshape", (mask, column), w.value(f"{name}_mask", column, "bool"))
+        mask = w.step(op, "reshape", (mask, (*w.shape(mask), *(1 for _ in range(inner)))), "mask")
     if w.shape(y) != shape:
-        y = w.add(op, "expand", (y, shape), w.value(f"{name}_same", shape, dtype))
+        y = w.step(op, "expand", (y, shape), "same", None, op.result.type.dtype)
     w.add(op, "where", (mask, y, x))
 
 
@@ -377,20 +366,18 @@ def _glu(w: Writer, op: Op) -> None:
     halves = tuple(w.value(f"{op.result.name}_{word}", shape, dtype) for word in ("half", "gate"))
     args = (op.args[0], (shape[dim], shape[dim]), dim)
     w.keep(Op(name="split", args=args, results=halves, source=op.source))
-    open_ = w.add(op, "sigmoid", (Ref(halves[1].name),), w.value(f"{op.result.name}_open", shape, dtype))
-    w.add(op, "mul", (Ref(halves[0].name), open_))
+    w.add(op, "mul", (Ref(halves[0].name), w.step(op, "sigmoid", (Ref(halves[1].name),), "open")))
 
 
 def _weight_norm(w: Writer, op: Op) -> None:
     """v * g / |v|, with norms along all dimensions but one."""
     v, g = op.args[:2]
-    shape, dtype = op.result.type.shape, op.result.type.dtype
+    shape = op.result.type.shape
     dim = number(argument(op, 2, "dim", 0))
     others = tuple(range(len(shape))) if dim == -1 else tuple(i for i in range(len(shape)) if i != dim % len(shape))
     kept = tuple(1 if i in others else size for i, size in enumerate(shape))
-    length = w.add(op, "linalg_vector_norm", (v, 2, others, True), w.value(f"{op.result.name}_length", kept, dtype))
-    scale = w.add(op, "div", (g, length), w.value(f"{op.result.name}_scale", kept, dtype))
-    w.add(op, "mul", (v, scale))
+    length = w.step(op, "linalg_vector_norm", (v, 2, others, True), "length", kept)
+    w.add(op, "mul", (v, w.step(op, "div", (g, length), "scale")))
 
 
 def _norm(w: Writer, op: Op) -> None:
@@ -417,8 +404,8 @@ def _fill_diagonal(w: Writer, op: Op) -> None:
             help="use torch.where with a mask",
             source=op.source,
         )
-    mask = w.value(f"{op.result.name}_diagonal", shape, "bool")
-    w.add(op, "masked_fill", (x, w.add(op, "eye", shape, mask, dtype=DTypeArg("bool")), number))
+    mask = w.step(op, "eye", shape, "diagonal", shape, dtype=DTypeArg("bool"))
+    w.add(op, "masked_fill", (x, mask, number))
 
 
 def _gelu(w: Writer, op: Op) -> None:

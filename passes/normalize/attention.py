@@ -54,6 +54,5 @@ def _four_dimensional(w: Writer, op: Op, name: str, args: tuple[Arg, ...], more:
         return w.add(op, "reshape", (arg, value.type.shape), value)
 
     q, k, v, mask = (transposed(arg) for arg in args[:4])
-    heads = w.value(f"{op.result.name}_heads", (*w.shape(q)[:3], shape[-1]), dtype)
-    out = w.add(op, name, (q, k, v, mask, *args[4:], *more), heads)
+    out = w.step(op, name, (q, k, v, mask, *args[4:], *more), "heads", (*w.shape(q)[:3], shape[-1]), dtype)
     w.add(op, "reshape", (out, shape))

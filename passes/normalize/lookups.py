@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from partc.errors import PartcError
-from partc.ir.program import Arg, Call, DType, DTypeArg, Op, Parameter, Ref, Region, Value
+from partc.ir.program import Arg, Call, DTypeArg, Op, Parameter, Ref, Region
 from partc.passes.normalize.writer import Writer, ref
 from partc.rules.rule import argument, number
 
@@ -25,32 +25,23 @@ def embedding(w: Writer, op: Op) -> None:
     if argument(op, 3, "scale_grad_by_freq", False) is not True:
         w.add(op, "embedding", args)
         return
-
-    def new(word: str, shape: tuple[int, ...], dtype: DType = out.type.dtype) -> Value:
-        return w.value(f"{out.name}_{word}", shape, dtype)
-
-    shape, column = out.type.shape, (*w.shape(ids), 1)
-    looked = w.add(op, "embedding", args, new("looked_up", shape))
-    times = w.add(op, "index", (_times(w, op, ids, out), (ids,)), new("each", w.shape(ids), "i64"))
-    numbers = w.add(op, "to", (times, DTypeArg(out.type.dtype)), new("numbers", w.shape(ids)))
-    divisor = w.add(op, "reshape", (numbers, column), new("occurrences", column))
-    rows = w.add(op, "detach", (looked,), new("rows", shape))
-    incoming = w.add(op, "incoming_gradient", (rows,), new("incoming", shape))
-    gradient = w.add(op, "div", (incoming, divisor), new("by_frequency", shape))
+    looked = w.step(op, "embedding", args, "looked_up", out.type.shape)
+    times = w.step(op, "index", (_times(w, op, ids), (ids,)), "each", w.shape(ids))
+    numbers = w.step(op, "to", (times, DTypeArg(out.type.dtype)), "numbers")
+    divisor = w.step(op, "reshape", (numbers, (*w.shape(ids), 1)), "occurrences")
+    rows = w.step(op, "detach", (looked,), "rows")
+    incoming = w.step(op, "incoming_gradient", (rows,), "incoming")
+    gradient = w.step(op, "div", (incoming, divisor), "by_frequency")
     w.add(op, "own_gradient", ((rows,), (looked,), (gradient,)))
 
 
-def _times(w: Writer, op: Op, ids: Arg, like: Value) -> Ref:
+def _times(w: Writer, op: Op, ids: Arg) -> Ref:
     """The number of times that `ids` name each row of the operation's table."""
-    rows, count = w.shape(op.args[0])[0], math.prod(w.shape(ids))
-
-    def new(word: str, size: int, dtype: DType = "i64") -> Value:
-        return w.value(f"{like.name}_{word}", (size,), dtype)
-
-    flat = w.add(op, "reshape", (ids, (count,)), new("row_ids", count, w.types[ref(ids).name].dtype))
-    ones = w.add(op, "full", ((count,), 1), new("ones", count), dtype=DTypeArg("i64"))
-    zeros = w.add(op, "full", ((rows,), 0), new("zeros", rows), dtype=DTypeArg("i64"))
-    return w.add(op, "index_add", (zeros, 0, flat, ones), new("times", rows))
+    rows, count = w.shape(op.args[0])[:1], (math.prod(w.shape(ids)),)
+    flat = w.step(op, "reshape", (ids, count), "row_ids")
+    ones = w.step(op, "full", (count, 1), "ones", count, dtype=DTypeArg("i64"))
+    zeros = w.step(op, "full", (rows, 0), "zeros", rows, dtype=DTypeArg("i64"))
+    return w.step(op, "index_add", (zeros, 0, flat, ones), "times", rows)
 
 
 def embedding_renorm(w: Writer, op: Op) -> None:
@@ -60,22 +51,16 @@ def embedding_renorm(w: Writer, op: Op) -> None:
     y     = where(named and norm(table) > most, table * most / (norm(table) + 1e-7), table)
     """
     table, ids, most, order = op.args
-    (rows, _), out = op.result.type.shape, op.result
-
-    def new(word: str, shape: tuple[int, ...], dtype: DType = out.type.dtype) -> Value:
-        return w.value(f"{out.name}_{word}", shape, dtype)
-
-    norm = w.add(op, "linalg_vector_norm", (table, order, (1,), False), new("norm", (rows,)))
-    long = w.add(op, "gt", (norm, most), new("long", (rows,), "bool"))
-    named = w.add(op, "gt", (_times(w, op, ids, out), 0), new("named", (rows,), "bool"))
-    both = w.add(op, "logical_and", (long, named), new("scaled_rows", (rows,), "bool"))
-    more = w.add(op, "add", (norm, 1e-7), new("divisor", (rows,)))
-    inverse = w.add(op, "reciprocal", (more,), new("inverse", (rows,)))
-    factor = w.add(op, "mul", (inverse, most), new("factor", (rows,)))
-    column = w.add(op, "reshape", (factor, (rows, 1)), new("column", (rows, 1)))
-    scaled = w.add(op, "mul", (table, column), new("scaled", out.type.shape))
-    mask = w.add(op, "reshape", (both, (rows, 1)), new("mask", (rows, 1), "bool"))
-    w.add(op, "where", (mask, scaled, table), out)
+    rows, _ = op.result.type.shape
+    norm = w.step(op, "linalg_vector_norm", (table, order, (1,), False), "norm", (rows,))
+    long = w.step(op, "gt", (norm, most), "long")
+    named = w.step(op, "gt", (_times(w, op, ids), 0), "named")
+    both = w.step(op, "logical_and", (long, named), "scaled_rows")
+    inverse = w.step(op, "reciprocal", (w.step(op, "add", (norm, 1e-7), "divisor"),), "inverse")
+    factor = w.step(op, "mul", (inverse, most), "factor")
+    column = w.step(op, "reshape", (factor, (rows, 1)), "column")
+    scaled = w.step(op, "mul", (table, column), "scaled")
+    w.add(op, "where", (w.step(op, "reshape", (both, (rows, 1)), "mask"), scaled, table))
 
 
 def embedding_bag(w: Writer, op: Op) -> None:
@@ -107,9 +92,7 @@ def embedding_bag(w: Writer, op: Op) -> None:
         return
     shape = (count // each, each)
     if two is None or w.shape(two) != shape:
-        two = w.add(
-            op, "reshape", (ids, shape), w.value(f"{op.results[0].name}_ids", shape, w.types[ref(ids).name].dtype)
-        )
+        two = w.step(op, "reshape", (ids, shape), "ids")
     _bags(w, op, two, weights, number(padding) if padded else None)
 
 
@@ -117,39 +100,35 @@ def _bags(w: Writer, op: Op, two: Arg, weights: Arg, padding: int | None) -> Non
     """Bags of equal length; ids equal to `padding` do not count."""
     mode = number(argument(op, 4, "mode", 0))
     (bags, each), width = w.shape(two), w.shape(op.args[0])[1]
-    out, dtype = op.results[0], op.results[0].type.dtype
-    shape = (bags, each, width)
-    wide = (bags, each, 1)
-
-    def new(word: str, shape: tuple[int, ...], dtype: DType) -> Value:
-        return w.value(f"{out.name}_{word}", shape, dtype)
-
+    out, dtype, wide = op.results[0], op.results[0].type.dtype, (bags, each, 1)
     args: tuple[Arg, ...] = (op.args[0], two) if padding is None else (op.args[0], two, padding)
-    rows = w.add(op, "embedding", args, new("rows", shape, dtype))
+    rows = w.step(op, "embedding", args, "rows", (bags, each, width))
     if weights is not None:
-        column = w.add(op, "reshape", (_unflattened(w, weights, (bags, each)), wide), new("weights", wide, dtype))
-        rows = w.add(op, "mul", (rows, column), new("weighed", shape, dtype))
+        column = w.step(op, "reshape", (_unflattened(w, weights, (bags, each)), wide), "weights", None, dtype)
+        rows = w.step(op, "mul", (rows, column), "weighed")
     empty = None
     if padding is not None:
-        outside = w.add(op, "eq", (two, padding), new("outside", (bags, each), "bool"))
-        mask = w.add(op, "reshape", (outside, wide), new("mask", wide, "bool"))
-        rows = w.add(op, "masked_fill", (rows, mask, -math.inf if mode == _MAX else 0), new("inside", shape, dtype))
-        members = w.add(op, "logical_not", (outside,), new("members", (bags, each), "bool"))
-        numbers = w.add(op, "to", (members, DTypeArg(dtype)), new("numbers", (bags, each), dtype))
-        count = w.add(op, "sum", (numbers, (1,), True), new("count", (bags, 1), dtype))
+        outside = w.step(op, "eq", (two, padding), "outside")
+        mask = w.step(op, "reshape", (outside, wide), "mask")
+        rows = w.step(op, "masked_fill", (rows, mask, -math.inf if mode == _MAX else 0), "inside")
+        members = w.step(op, "logical_not", (outside,), "members")
+        numbers = w.step(op, "to", (members, DTypeArg(dtype)), "numbers")
+        count = w.step(op, "sum", (numbers, (1,), True), "count", (bags, 1))
         if mode == _MAX:
-            empty = w.add(op, "eq", (count, 0), new("empty", (bags, 1), "bool"))
-        divisor: Arg = w.add(op, "clamp_min", (count, 1), new("divisor", (bags, 1), dtype)) if mode == _MEAN else 1
+            empty = w.step(op, "eq", (count, 0), "empty")
+        divisor: Arg = w.step(op, "clamp_min", (count, 1), "divisor") if mode == _MEAN else 1
     else:
         divisor = each
-    if mode == _MAX:
-        most = w.add(op, "amax", (rows, (1,), False), out if empty is None else new("most", (bags, width), dtype))
-        if empty is not None:
-            w.add(op, "masked_fill", (most, empty, 0), out)
-        return
-    total = w.add(op, "sum", (rows, (1,), False), new("sum", (bags, width), dtype) if mode == _MEAN else out)
-    if mode == _MEAN:
+    if mode == _MAX and empty is not None:
+        most = w.step(op, "amax", (rows, (1,), False), "most", (bags, width))
+        w.add(op, "masked_fill", (most, empty, 0), out)
+    elif mode == _MAX:
+        w.add(op, "amax", (rows, (1,), False), out)
+    elif mode == _MEAN:
+        total = w.step(op, "sum", (rows, (1,), False), "sum", (bags, width))
         w.add(op, "div", (total, divisor), out)
+    else:
+        w.add(op, "sum", (rows, (1,), False), out)
 
 
 def _ragged_bags(w: Writer, op: Op, weights: Arg, padding: int | None) -> None:
@@ -165,42 +144,31 @@ def _ragged_bags(w: Writer, op: Op, weights: Arg, padding: int | None) -> None:
     (count,), width = w.shape(ids), w.shape(table)[1]
     out, dtype, of_offsets = op.results[0], op.results[0].type.dtype, w.types[ref(offsets).name].dtype
     bags = out.type.shape[0]
-
-    def new(word: str, shape: tuple[int, ...], dtype: DType) -> Value:
-        return w.value(f"{out.name}_{word}", shape, dtype)
-
     if argument(op, 7, "include_last_offset", False):
-        starts = w.add(op, "slice", (offsets, 0, 0, bags, 1), new("starts", (bags,), of_offsets))
-        ends = w.add(op, "slice", (offsets, 0, 1, bags + 1, 1), new("ends", (bags,), of_offsets))
+        starts = w.step(op, "slice", (offsets, 0, 0, bags, 1), "starts", (bags,))
+        ends = w.step(op, "slice", (offsets, 0, 1, bags + 1, 1), "ends", (bags,))
     else:
-        rest = w.add(op, "slice", (offsets, 0, 1, bags, 1), new("rest", (bags - 1,), of_offsets))
-        last = w.add(op, "full", ((1,), count), new("last", (1,), of_offsets), dtype=DTypeArg(of_offsets))
-        starts, ends = ref(offsets), w.add(op, "cat", ((rest, last), 0), new("ends", (bags,), of_offsets))
-    rows = w.add(
-        op, "embedding", (table, ids) if padding is None else (table, ids, padding), new("rows", (count, width), dtype)
-    )
+        rest = w.step(op, "slice", (offsets, 0, 1, bags, 1), "rest", (bags - 1,))
+        last = w.step(op, "full", ((1,), count), "last", (1,), dtype=DTypeArg(of_offsets))
+        starts, ends = ref(offsets), w.step(op, "cat", ((rest, last), 0), "ends", (bags,), of_offsets)
+    looked_up = (table, ids) if padding is None else (table, ids, padding)
+    rows = w.step(op, "embedding", looked_up, "rows", (count, width))
     if weights is not None:
-        column = w.add(op, "reshape", (weights, (count, 1)), new("weights", (count, 1), dtype))
-        rows = w.add(op, "mul", (rows, column), new("weighed", (count, width), dtype))
+        column = w.step(op, "reshape", (weights, (count, 1)), "weights", None, dtype)
+        rows = w.step(op, "mul", (rows, column), "weighed")
     if padding is not None:
-        outside = w.add(op, "eq", (ids, padding), new("outside", (count,), "bool"))
-        mask = w.add(op, "reshape", (outside, (count, 1)), new("mask", (count, 1), "bool"))
-        fill = -math.inf if mode == _MAX else 0
-        rows = w.add(op, "masked_fill", (rows, mask, fill), new("inside", (count, width), dtype))
-    if mode == _MAX:
-        w.add(op, "bag_max", (rows, starts, ends), out)
-        return
-    total = w.add(op, "bag_sum", (rows, starts, ends), new("sum", (bags, width), dtype) if mode == _MEAN else out)
+        mask = w.step(op, "reshape", (w.step(op, "eq", (ids, padding), "outside"), (count, 1)), "mask")
+        rows = w.step(op, "masked_fill", (rows, mask, -math.inf if mode == _MAX else 0), "inside")
     if mode != _MEAN:
+        w.add(op, "bag_max" if mode == _MAX else "bag_sum", (rows, starts, ends), out)
         return
+    total = w.step(op, "bag_sum", (rows, starts, ends), "sum", (bags, width))
     if padding is None:
-        members = w.add(op, "full", ((count, 1), 1), new("members", (count, 1), dtype), dtype=DTypeArg(dtype))
+        members = w.step(op, "full", ((count, 1), 1), "members", (count, 1), dtype=DTypeArg(dtype))
     else:
-        inside = w.add(op, "logical_not", (mask,), new("members", (count, 1), "bool"))
-        members = w.add(op, "to", (inside, DTypeArg(dtype)), new("numbers", (count, 1), dtype))
-    numbers = w.add(op, "bag_sum", (members, starts, ends), new("count", (bags, 1), dtype))
-    divisor = w.add(op, "clamp_min", (numbers, 1), new("divisor", (bags, 1), dtype))
-    w.add(op, "div", (total, divisor), out)
+        members = w.step(op, "to", (w.step(op, "logical_not", (mask,), "members"), DTypeArg(dtype)), "numbers")
+    numbers = w.step(op, "bag_sum", (members, starts, ends), "count", (bags, 1))
+    w.add(op, "div", (total, w.step(op, "clamp_min", (numbers, 1), "divisor")), out)
 
 
 def _unflattened(w: Writer, x: Arg, shape: tuple[int, ...]) -> Arg:
@@ -231,8 +199,7 @@ def take_along(w: Writer, op: Op) -> None:
     place = number(dim) % rank
     shape = tuple(w.shape(index)[place] if i == place else size for i, size in enumerate(op.result.type.shape))
     if shape != w.shape(index):
-        wide = w.value(f"{op.result.name}_index", shape, w.types[ref(index).name].dtype)
-        index = w.add(op, "expand", (index, shape), wide)
+        index = w.step(op, "expand", (index, shape), "index")
     w.add(op, "gather", (x, place, index))
 
 
@@ -245,20 +212,16 @@ def put(w: Writer, op: Op) -> None:
     """put(x, index, source, accumulate): writes elements by their index in the flattened x; the IR's own `put` is a
     reshard.
     """
-    index, source, name, shape = op.args[1], op.args[2], op.result.name, w.shape(op.args[0])
+    index, source = op.args[1:3]
     if w.shape(source) != w.shape(index):
-        source = w.add(
-            op, "reshape", (source, w.shape(index)), w.value(f"{name}_source", w.shape(index), op.result.type.dtype)
-        )
+        source = w.step(op, "reshape", (source, w.shape(index)), "source", None, op.result.type.dtype)
     row = _row(w, op)
-    changed = w.value(f"{name}_changed", w.shape(row), op.result.type.dtype)
-    made = w.add(op, "index_put", (row, (index,), source, argument(op, 3, "accumulate", False)), changed)
-    w.add(op, "reshape", (made, shape))
+    written = (row, (index,), source, argument(op, 3, "accumulate", False))
+    w.add(op, "reshape", (w.step(op, "index_put", written, "changed", w.shape(row)), w.shape(op.args[0])))
 
 
-def _row(w: Writer, op: Op) -> Arg:
-    shape = (math.prod(w.shape(op.args[0])),)
-    return w.add(op, "reshape", (op.args[0], shape), w.value(f"{op.result.name}_row", shape, op.result.type.dtype))
+def _row(w: Writer, op: Op) -> Ref:
+    return w.step(op, "reshape", (op.args[0], (math.prod(w.shape(op.args[0])),)), "row")
 
 
 def masked_scatter(w: Writer, op: Op) -> None:
@@ -273,16 +236,13 @@ def masked_scatter(w: Writer, op: Op) -> None:
     rows.
     """
     x, mask, source = op.args
-    name, shape, count = op.result.name, op.result.type.shape, math.prod(w.shape(source))
-
-    def new(word: str, shape: tuple[int, ...], like: Arg) -> Value:
-        return w.value(f"{name}_{word}", shape, w.types[ref(like).name].dtype)
+    shape, count = op.result.type.shape, math.prod(w.shape(source))
 
     def viewed(word: str, arg: Arg, shape: tuple[int, ...]) -> Ref:
-        return ref(arg) if w.shape(arg) == shape else w.add(op, "reshape", (arg, shape), new(word, shape, arg))
+        return ref(arg) if w.shape(arg) == shape else w.step(op, "reshape", (arg, shape), word)
 
     def grown(word: str, arg: Arg, shape: tuple[int, ...]) -> Ref:
-        return ref(arg) if w.shape(arg) == shape else w.add(op, "expand", (arg, shape), new(word, shape, arg))
+        return ref(arg) if w.shape(arg) == shape else w.step(op, "expand", (arg, shape), word)
 
     maker = w.made.get(ref(mask).name)
     if maker is not None and maker.name == "expand":
@@ -300,18 +260,17 @@ def masked_scatter(w: Writer, op: Op) -> None:
         flat = (examples, math.prod(places[1:]))
         by_example = (examples, rows // examples, width)
         number = viewed("flat", selected, flat)
-        index = w.add(op, "selected_places", (number, by_example[1]), w.value(f"{name}_places", flat, "i64"))
+        index = w.step(op, "selected_places", (number, by_example[1]), "places", flat, "i64")
         wide = grown("index", viewed("column", index, (*flat, 1)), (*flat, width))
         found = viewed("rows", source, by_example)
-        picked = w.add(op, "gather", (found, 1, wide), new("picked", (*flat, width), source))
+        picked = w.step(op, "gather", (found, 1, wide), "picked", (*flat, width))
     else:
         row = (math.prod(places),)
-        number = w.add(op, "to", (viewed("flat", selected, row), DTypeArg("i64")), w.value(f"{name}_one", row, "i64"))
-        before = w.add(op, "cumsum", (number, 0), w.value(f"{name}_sum", row, "i64"))
-        last = w.add(op, "sub", (before, 1), w.value(f"{name}_last", row, "i64"))
-        index = w.add(op, "mul", (last, number), w.value(f"{name}_places", row, "i64"))
+        number = w.step(op, "to", (viewed("flat", selected, row), DTypeArg("i64")), "one")
+        last = w.step(op, "sub", (w.step(op, "cumsum", (number, 0), "sum"), 1), "last")
+        index = w.step(op, "mul", (last, number), "places")
         found = viewed("rows", source, (rows, width))
-        picked = w.add(op, "index_select", (found, 0, index), new("picked", (*row, width), source))
+        picked = w.step(op, "index_select", (found, 0, index), "picked", (*row, width))
     chosen = viewed("chosen", selected, (*places, *(1 for _ in shape[lead:])))
     w.add(op, "where", (chosen, viewed("values", picked, shape), grown("x", x, shape)))
 
@@ -319,8 +278,6 @@ def masked_scatter(w: Writer, op: Op) -> None:
 def one_hot(w: Writer, op: Op) -> None:
     """1 at the index, 0 elsewhere."""
     shape = op.result.type.shape
-    column = w.value(f"{op.result.name}_column", (*shape[:-1], 1), w.types[ref(op.args[0]).name].dtype)
-    w.add(op, "reshape", (op.args[0], column.type.shape), column)
-    places = w.add(op, "arange", (shape[-1],), w.value(f"{op.result.name}_places", shape[-1:], "i64"))
-    same = w.add(op, "eq", (Ref(column.name), places), w.value(f"{op.result.name}_same", shape, "bool"))
-    w.add(op, "to", (same, DTypeArg("i64")))
+    column = w.step(op, "reshape", (op.args[0], (*shape[:-1], 1)), "column")
+    places = w.step(op, "arange", (shape[-1],), "places", shape[-1:], "i64")
+    w.add(op, "to", (w.step(op, "eq", (column, places), "same"), DTypeArg("i64")))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 
 import torch
 
 from partc.errors import PartcError
-from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, Value
+from partc.ir.program import Arg, DTypeArg, Op, Ref, Value
 from partc.passes.normalize.writer import Rewrite, Writer, ref
 from partc.rules.rule import argument, number
 
@@ -60,23 +60,12 @@ def _alpha_dropout(w: Writer, op: Op, p: float) -> None:
     shape, dtype = op.result.type.shape, op.result.type.dtype
     scale = ((_SELU_FLOOR**2 * p + 1) * (1 - p)) ** -0.5
     small = (*shape[:2], *(1 for _ in shape[2:])) if op.name.startswith("feature") else shape
-    step = _stepper(w, op, small)
     u = _drawn(w, op, "rand", w.value(f"{op.result.name}_drawn", small, "f64"))
-    kept = step("to", (step("lt", (u, 1 - p), "below", "bool"), DTypeArg(dtype)), "kept", dtype)
-    floor = step("mul", (step("add", (kept, -1), "lost", dtype), -_SELU_FLOOR * scale), "floor", dtype)
-    shift = step("add", (floor, -_SELU_FLOOR * scale * p), "shift", dtype)
-    scaled = step("mul", (kept, scale), "scale", dtype)
-    product = w.add(op, "mul", (op.args[0], scaled), w.value(f"{op.result.name}_scaled", shape, dtype))
-    w.add(op, "add", (product, shift))
-
-
-def _stepper(w: Writer, op: Op, shape: tuple[int, ...]) -> Callable[[str, tuple[Arg, ...], str, DType], Ref]:
-    """A writer of operations of this shape that together replace `op`."""
-
-    def step(name: str, args: tuple[Arg, ...], stem: str, dtype: DType) -> Ref:
-        return w.add(op, name, args, w.value(f"{op.result.name}_{stem}", shape, dtype))
-
-    return step
+    kept = w.step(op, "to", (w.step(op, "lt", (u, 1 - p), "below"), DTypeArg(dtype)), "kept")
+    floor = w.step(op, "mul", (w.step(op, "add", (kept, -1), "lost"), -_SELU_FLOOR * scale), "floor")
+    shift = w.step(op, "add", (floor, -_SELU_FLOOR * scale * p), "shift")
+    scaled = w.step(op, "mul", (kept, scale), "scale")
+    w.add(op, "add", (w.step(op, "mul", (op.args[0], scaled), "scaled", None, dtype), shift))
 
 
 def _random_like(kind: str) -> Rewrite:
@@ -142,9 +131,8 @@ def _stopped(w: Writer, op: Op, arg: Arg) -> Arg:
 
 def _affine(w: Writer, op: Op, kind: str, scale: Arg, shift: Arg) -> None:
     type = op.result.type
-    number: Arg = _drawn(w, op, kind, w.value(f"{op.result.name}_drawn", type.shape, type.dtype))
-    number = w.add(op, "mul", (number, scale), w.value(f"{op.result.name}_scaled", type.shape, type.dtype))
-    w.add(op, "add", (number, shift))
+    number = _drawn(w, op, kind, w.value(f"{op.result.name}_drawn", type.shape, type.dtype))
+    w.add(op, "add", (w.step(op, "mul", (number, scale), "scaled"), shift))
 
 
 def _bernoulli(w: Writer, op: Op) -> None:
@@ -152,42 +140,37 @@ def _bernoulli(w: Writer, op: Op) -> None:
     type = op.result.type
     u = _drawn(w, op, "rand", w.value(f"{op.result.name}_drawn", type.shape, "f64"))
     p = argument(op, 1, "p")
-    below = w.value(f"{op.result.name}_below", type.shape, "bool")
-    w.add(op, "lt", (u, op.args[0] if p is None else p), below)
-    w.add(op, "to", (Ref(below.name), DTypeArg(type.dtype)))
+    below = w.step(op, "lt", (u, op.args[0] if p is None else p), "below")
+    w.add(op, "to", (below, DTypeArg(type.dtype)))
 
 
 def _randint(w: Writer, op: Op) -> None:
     """Integers in [low, high): floor(u * (high - low)) + low."""
     numbers = [arg for arg in op.args if isinstance(arg, int) and not isinstance(arg, bool)]
     low, high = (0, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
-    step = _stepper(w, op, op.result.type.shape)
-    u: Arg = step("rand", (op.result.type.shape, DTypeArg("f64"), w.draw()), "drawn", "f64")
-    u = step("floor", (step("mul", (u, high - low), "scaled", "f64"),), "floor", "f64")
-    u = step("add", (u, low), "shifted", "f64")
-    w.add(op, "to", (u, DTypeArg(op.result.type.dtype)))
+    u = w.step(op, "rand", (op.result.type.shape, DTypeArg("f64"), w.draw()), "drawn", op.result.type.shape)
+    u = w.step(op, "floor", (w.step(op, "mul", (u, high - low), "scaled"),), "floor")
+    w.add(op, "to", (w.step(op, "add", (u, low), "shifted"), DTypeArg(op.result.type.dtype)))
 
 
 def _randperm(w: Writer, op: Op) -> None:
     """The order of n uniform numbers."""
     shape = op.result.type.shape
-    u = w.add(op, "rand", (shape, DTypeArg("f64"), w.draw()), w.value(f"{op.result.name}_drawn", shape, "f64"))
+    u = w.step(op, "rand", (shape, DTypeArg("f64"), w.draw()), "drawn", shape)
     w.add(op, "argsort", (u, 0))
 
 
 def _exponential(w: Writer, op: Op) -> None:
     """-log(1 - u) / rate."""
     rate = argument(op, 1, "lambd", 1.0)
-    e = _exponentials(w, op, op.result.type.shape)
-    e = _stepper(w, op, op.result.type.shape)("div", (e, rate), "paced", "f64")
-    w.add(op, "to", (e, DTypeArg(op.result.type.dtype)))
+    paced = w.step(op, "div", (_exponentials(w, op, op.result.type.shape), rate), "paced")
+    w.add(op, "to", (paced, DTypeArg(op.result.type.dtype)))
 
 
 def _exponentials(w: Writer, op: Op, shape: tuple[int, ...]) -> Ref:
-    step = _stepper(w, op, shape)
     u = _drawn(w, op, "rand", w.value(f"{op.result.name}_drawn", shape, "f64"))
-    rest = step("add", (step("neg", (u,), "below", "f64"), 1), "rest", "f64")
-    return step("neg", (step("log", (rest,), "log", "f64"),), "waited", "f64")
+    rest = w.step(op, "add", (w.step(op, "neg", (u,), "below"), 1), "rest")
+    return w.step(op, "neg", (w.step(op, "log", (rest,), "log"),), "waited")
 
 
 def _rrelu(w: Writer, op: Op) -> None:
@@ -198,11 +181,10 @@ def _rrelu(w: Writer, op: Op) -> None:
         w.add(op, "leaky_relu", (op.args[0], (lower + upper) / 2))
         return
     type = op.result.type
-    step = _stepper(w, op, type.shape)
-    slope: Arg = _drawn(w, op, "rand", w.value(f"{op.result.name}_drawn", type.shape, type.dtype))
-    slope = step("add", (step("mul", (slope, upper - lower), "spread", type.dtype), lower), "slope", type.dtype)
-    low = step("le", (op.args[0], 0), "low", "bool")
-    w.add(op, "where", (low, step("mul", (op.args[0], slope), "leak", type.dtype), op.args[0]))
+    slope = _drawn(w, op, "rand", w.value(f"{op.result.name}_drawn", type.shape, type.dtype))
+    slope = w.step(op, "add", (w.step(op, "mul", (slope, upper - lower), "spread"), lower), "slope")
+    low = w.step(op, "le", (op.args[0], 0), "low")
+    w.add(op, "where", (low, w.step(op, "mul", (op.args[0], slope), "leak", None, type.dtype), op.args[0]))
 
 
 def _multinomial(w: Writer, op: Op) -> None:
@@ -212,11 +194,10 @@ def _multinomial(w: Writer, op: Op) -> None:
     many, last = ((*shape[:-1], count, shape[-1]), len(shape)) if again else (shape, len(shape) - 1)
     waited = _exponentials(w, op, many)
     if dtype != "f64":
-        weights = w.add(op, "to", (weights, DTypeArg("f64")), w.value(f"{op.result.name}_wide", shape, "f64"))
+        weights = w.step(op, "to", (weights, DTypeArg("f64")), "wide")
     if again:
-        rows = (*shape[:-1], 1, shape[-1])
-        weights = w.add(op, "reshape", (weights, rows), w.value(f"{op.result.name}_rows", rows, "f64"))
-    keys = _stepper(w, op, many)("div", (weights, waited), "keys", "f64")
+        weights = w.step(op, "reshape", (weights, (*shape[:-1], 1, shape[-1])), "rows")
+    keys = w.step(op, "div", (weights, waited), "keys")
     if again or count == 1:
         w.add(op, "argmax", (keys, last, not again))
     else:

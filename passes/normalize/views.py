@@ -123,9 +123,8 @@ def select(w: Writer, op: Op) -> None:
         w.add(op, "reshape", (op.args[0], op.result.type.shape))
         return
     index %= shape[dim]
-    part = w.value(f"{op.result.name}_row", (*shape[:dim], 1, *shape[dim + 1 :]), op.result.type.dtype)
-    w.add(op, "slice", (op.args[0], dim, index, index + 1, 1), part)
-    w.add(op, "reshape", (Ref(part.name), op.result.type.shape))
+    part = w.step(op, "slice", (op.args[0], dim, index, index + 1, 1), "row", (*shape[:dim], 1, *shape[dim + 1 :]))
+    w.add(op, "reshape", (part, op.result.type.shape))
 
 
 def slice_(w: Writer, op: Op) -> None:
@@ -218,8 +217,8 @@ def select_scatter(w: Writer, op: Op) -> None:
     shape = op.result.type.shape
     dim, index = number(op.args[2]) % len(shape), number(op.args[3])
     index %= shape[dim]
-    row = w.value(f"{op.result.name}_row", (*shape[:dim], 1, *shape[dim + 1 :]), op.result.type.dtype)
-    _write_part(w, op, w.add(op, "reshape", (op.args[1], row.type.shape), row), dim, index, index + 1)
+    row = w.step(op, "reshape", (op.args[1], (*shape[:dim], 1, *shape[dim + 1 :])), "row", None, op.result.type.dtype)
+    _write_part(w, op, row, dim, index, index + 1)
 
 
 def _write_part(w: Writer, op: Op, part: Arg, dim: int, first: int, last: int) -> None:

@@ -10,8 +10,10 @@ import torch
 
 from partc.errors import PartcError
 from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType, Value
+from partc.rules.rule import integers
 
 Rewrite = Callable[["Writer", Op], None]
+_TESTS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and"})
 
 
 @dataclass(slots=True)
@@ -43,6 +45,32 @@ class Writer:
         result = result or op.result
         self.keep(Op(name=name, args=args, attrs=tuple(attrs.items()), results=(result,), source=op.source))
         return Ref(result.name)
+
+    def step(
+        self,
+        op: Op,
+        name: str,
+        args: tuple[Arg, ...],
+        stem: str,
+        shape: tuple[int, ...] | None = None,
+        dtype: DType | None = None,
+        /,
+        **attrs: Arg,
+    ) -> Ref:
+        """Write an operation on the way to the result of `op`: the name of its result ends with `stem`.
+
+        By default, the result has the shape of the operands, and the dtype of the first one. Views have their own
+        shape, casts and tests their own dtype.
+        """
+        operands = [self.types[arg.name] for arg in args if isinstance(arg, Ref)]
+        if shape is None and name in ("reshape", "expand"):
+            shape = integers(args[1])
+        if shape is None:
+            shape = tuple(torch.broadcast_shapes(*(type.shape for type in operands)))
+        if dtype is None:
+            named = [arg.name for arg in (*args, *attrs.values()) if isinstance(arg, DTypeArg)]
+            dtype = "bool" if name in _TESTS else (*named, *(type.dtype for type in operands))[0]
+        return self.add(op, name, args, self.value(f"{op.results[0].name}_{stem}", shape, dtype), **attrs)
 
     def draw(self) -> int:
         """The number of the next random operation, in the order in which one device runs them."""
@@ -105,4 +133,4 @@ def _number(w: Writer, op: Op, arg: Arg, dtype: DType) -> Ref:
     if isinstance(arg, Ref):
         value = w.value(f"{arg.name}_{dtype}", w.types[arg.name].shape, dtype)
         return w.add(op, "to", (arg, DTypeArg(dtype)), value)
-    return w.add(op, "full", ((), arg), w.value(f"{op.result.name}_number", (), dtype), dtype=DTypeArg(dtype))
+    return w.step(op, "full", ((), arg), "number", (), dtype=DTypeArg(dtype))

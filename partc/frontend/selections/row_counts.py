@@ -28,9 +28,7 @@ from partc.ir.program import Graph
 TESTS_OF_ZERO: Mapping[tuple[str, int], bool] = {
     ("eq", 0): False, ("ne", 0): True, ("gt", 0): True, ("ge", 1): True, ("lt", 1): False, ("le", 0): False,
 }  # fmt: skip
-# Arithmetic on numbers of rows; below, arithmetic that is refused because its result would look like a known number.
-_COMPUTED = "add sub mul truediv floordiv pow"
-_REFUSED = "mod rmod abs round divmod rdivmod lshift rshift and or xor ceil floor trunc invert"
+_COMPARED = ("eq", "ne", "gt", "ge", "lt", "le")
 
 
 class Tests(Protocol):
@@ -118,24 +116,6 @@ class RowCount(int):
         if self._tested is None:
             raise unknown_number()
         return self._selections.nonempty(self._tested)
-
-    def __eq__(self, other: object) -> Any:
-        return self._compared("eq", other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._compared("ne", other)
-
-    def __gt__(self, other: int) -> Any:
-        return self._compared("gt", other)
-
-    def __ge__(self, other: int) -> Any:
-        return self._compared("ge", other)
-
-    def __lt__(self, other: int) -> Any:
-        return self._compared("lt", other)
-
-    def __le__(self, other: int) -> Any:
-        return self._compared("le", other)
 
     def _computed(self, operate: Callable[[Any, Any], Any], other: Any, swapped: bool) -> Any:
         """The result of a binary operation; this number is the right operand if `swapped`."""
@@ -251,19 +231,37 @@ class PartSize(RowCount):
         return super()._computed(operate, other, swapped)
 
 
-def _arithmetic(operate: Callable[[Any, Any], Any], swapped: bool) -> Callable[[RowCount, Any], Any]:
+def give_operators(kind: type, *, computed: str, refused: str) -> None:
+    """Give a class of unknown numbers its operators: arithmetic by `_computed`, and comparisons by `_compared`.
+
+    Arithmetic is refused where its result would look like a known number.
+    """
+    for word in computed.split():
+        for name, swapped in ((word, False), (f"r{word}", True)):
+            setattr(kind, f"__{name}__", _arithmetic(getattr(operator, word), swapped))
+    for word in _COMPARED:
+        setattr(kind, f"__{word}__", _comparison(word))
+    for word in refused.split():
+        setattr(kind, f"__{word}__", _refused)
+
+
+def _arithmetic(operate: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Any, Any], Any]:
     return lambda number, other: number._computed(operate, other, swapped)
 
 
-def _refused(number: RowCount, *others: Any) -> Any:
+def _comparison(word: str) -> Callable[[Any, Any], Any]:
+    return lambda number, other: number._compared(word, other)
+
+
+def _refused(*_: Any) -> Any:
     raise unknown_number()
 
 
-for _word in _COMPUTED.split():
-    setattr(RowCount, f"__{_word}__", _arithmetic(getattr(operator, _word), swapped=False))
-    setattr(RowCount, f"__r{_word}__", _arithmetic(getattr(operator, _word), swapped=True))
-for _word in _REFUSED.split():
-    setattr(RowCount, f"__{_word}__", _refused)
+give_operators(
+    RowCount,
+    computed="add sub mul truediv floordiv pow",
+    refused="mod rmod abs round divmod rdivmod lshift rshift and or xor ceil floor trunc invert",
+)
 
 
 def without_counts(item: Any, arithmetic: bool) -> Any:

@@ -27,12 +27,7 @@ _library = torch.library.Library("partc", "FRAGMENT")
 _library.define(f"{TESTED}(Tensor[] tested, int first, int last, int loop, str line, bool outcome) -> ()")
 _library.impl(TESTED, lambda tested, first, last, loop, line, outcome: None, "CompositeExplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.partc.selection_tested.default)
-# Files whose frames lie between a model's code and a test.
-_OWN_NAMES = (
-    "selections selected_rows selected_parts equal_groups selection_tests row_counts row_reductions rows_in_order "
-    "value_floats"
-)
-_OWN = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in _OWN_NAMES.split())
+_OWN = str(Path(__file__).parent)  # the folder whose frames lie between a model's code and a test
 _Elements = tuple[int, int, int]  # (version of a mask, first element, last element)
 
 
@@ -153,9 +148,9 @@ class SelectionTests:
 
 
 def caller_frame() -> FrameType | None:
-    """The innermost frame outside this module and those of selections and row counts."""
+    """The innermost frame outside of this folder."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename in _OWN:
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back
     return frame
 

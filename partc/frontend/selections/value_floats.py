@@ -21,12 +21,9 @@ import torch
 from torch import Tensor
 
 from partc.frontend.permissions import UNKNOWN_NUMBERS, permitted
-from partc.frontend.selections.row_counts import RowCount, unknown_number
+from partc.frontend.selections.row_counts import RowCount, give_operators
 from partc.replaced import replaced
 
-_COMPUTED = "add sub mul truediv floordiv mod pow"
-_COMPARED = "eq ne gt ge lt le"
-_REFUSED = "int trunc floor ceil round divmod rdivmod"
 # Functions of Python's `math` with those of torch.
 _FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sqrt": torch.sqrt, "exp": torch.exp, "expm1": torch.expm1, "log": torch.log, "log2": torch.log2,
@@ -75,7 +72,8 @@ class ValueFloat(float):
         shown = (_shown(other), _shown(self)) if swapped else (_shown(self), _shown(other))
         return ValueFloat(made, _number(operate, *shown))
 
-    def _compared(self, compare: Callable[[Any, Any], Any], other: Any) -> Any:
+    def _compared(self, name: str, other: Any) -> Any:
+        compare: Callable[[Any, Any], Any] = getattr(operator, name)
         if isinstance(other, Tensor):
             return compare(self.tensor(_type_with(other)), other)
         return compare(self._tensor, _operand(other)) if isinstance(other, int | float) else NotImplemented
@@ -118,25 +116,9 @@ def _type_with(x: Tensor) -> torch.dtype:
     return x.dtype if x.is_floating_point() else torch.get_default_dtype()
 
 
-def _refused(number: ValueFloat, *others: Any) -> Any:
-    raise unknown_number()
-
-
-def _arithmetic(operate: Callable[[Any, Any], Any], swapped: bool) -> Callable[[ValueFloat, Any], Any]:
-    return lambda number, other: number._computed(operate, other, swapped)
-
-
-def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[ValueFloat, Any], Any]:
-    return lambda number, other: number._compared(compare, other)
-
-
-for _word in _COMPUTED.split():
-    setattr(ValueFloat, f"__{_word}__", _arithmetic(getattr(operator, _word), swapped=False))
-    setattr(ValueFloat, f"__r{_word}__", _arithmetic(getattr(operator, _word), swapped=True))
-for _word in _COMPARED.split():
-    setattr(ValueFloat, f"__{_word}__", _comparison(getattr(operator, _word)))
-for _word in _REFUSED.split():
-    setattr(ValueFloat, f"__{_word}__", _refused)
+give_operators(
+    ValueFloat, computed="add sub mul truediv floordiv mod pow", refused="int trunc floor ceil round divmod rdivmod"
+)
 
 
 def extreme(numbers: Sequence[Any], both: Callable[[Tensor, Tensor], Tensor]) -> ValueFloat | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.by_tensor import ByTensor
+from partc.frontend.index_items import with_dims
 from partc.torch_private import FakeTensor, outside_functorch, without_modes, without_overriding
 
 LARGEST = 1 << 16  # the most elements of a constant whose values are computed
@@ -212,21 +213,9 @@ def _lookups(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
         yield args[0].shape[dim] if args[0].dim() else 1, index
     elif name == "__getitem__" and isinstance(args[0], Tensor):
         items = args[1] if isinstance(args[1], tuple) else (args[1],)
-        dim = 0
-        for place, item in enumerate(items):
-            if item is Ellipsis:
-                dim = args[0].dim() - sum(map(_indexed_dims, items[place + 1 :]))
-                continue
+        for item, dim in with_dims(items, args[0].dim()):
             if isinstance(item, Tensor) and item.dtype in _INTEGERS and dim < args[0].dim():
                 yield args[0].shape[dim], item
-            dim += _indexed_dims(item)
-
-
-def _indexed_dims(item: Any) -> int:
-    """The number of dimensions that an item of an index takes."""
-    if item is None or isinstance(item, bool):
-        return 0
-    return item.dim() if isinstance(item, Tensor) and item.dtype is torch.bool else 1
 
 
 def _elements(made: Any) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from partc.frontend.by_tensor import ByTensor
+from partc.frontend.index_items import with_dims
 from partc.ir.program import SELECTED
 from partc.torch_private import without_modes
 
@@ -443,17 +444,10 @@ class SelectedRows:
 
     def _looked_up(self, x: Tensor, index: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
         """x[:, i] as x.index_select(1, i)[:, 0]: the tensor and the index that remain."""
-        taken = [
-            0 if item is None or item is Ellipsis else item.dim() if getattr(item, "dtype", None) is torch.bool else 1
-            for item in index
-        ]
-        dim, found = 0, []
-        for item, count in zip(index, taken, strict=True):
+        for item, dim in with_dims(index, x.dim()):
             if self._unknown(item):
                 x = x.index_select(dim, torch.where(item < 0, item + x.shape[dim], item).reshape(1))
-            found.append(0 if self._unknown(item) else item)
-            dim += x.dim() - sum(taken) if item is Ellipsis else count
-        return x, tuple(found)
+        return x, tuple(0 if self._unknown(item) else item for item in index)
 
     def _number(self, item: Any, x: Tensor, dim: int, alone: bool = True) -> Any:
         """A constant scalar tensor in an index as a number, because a trace would read the tensor's value; a vector of

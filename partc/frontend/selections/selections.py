@@ -25,7 +25,7 @@ import ast
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
+from types import EllipsisType, FrameType
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from partc.errors import Source
 from partc.frontend.by_tensor import ByTensor
+from partc.frontend.index_items import with_dims
 from partc.frontend.permissions import UNKNOWN_NUMBERS, permitted
 from partc.frontend.selections import rows_in_order
 from partc.frontend.selections.bounded_integers import BoundedIntegers
@@ -499,38 +500,26 @@ class Selections:
             return x, index
         if not all(part is None or part is Ellipsis or isinstance(part, int) for part in parts):
             return x, index  # refused, because the integers are not those of other traces
-        dim = 0
-        for place, item in enumerate(items):
-            if item is Ellipsis:
-                dim = x.dim() - sum(each is not None for each in items[place + 1 :])
-                continue
+        for place, (item, dim) in enumerate([*with_dims(items, x.dim())]):
             if isinstance(item, ValueNumber):
                 x, items[place] = self._looked_up(x, dim, item, 1), 0
             elif isinstance(item, slice) and isinstance(item.stop, ValueNumber) and item.step in (None, 1):
                 length = item.stop.length_from(item.start)
                 if length is not None:
                     x, items[place] = self._looked_up(x, dim, item.start, length), slice(None)
-            dim += item is not None
         return x, tuple(items)
 
     def _between(self, x: Tensor, index: Any) -> Any:
         """x[:, a:b] with unknown bounds: the selected rows between them; NotImplemented for other indices."""
         items = index if isinstance(index, tuple) else (index,)
-        found: list[tuple[int, int, int]] = []  # place in the index, dimension, dimension of the result
-        dim, kept = 0, 0
-        for place, item in enumerate(items):
-            if item is Ellipsis:
-                skipped = x.dim() - dim - sum(each is not None for each in items[place + 1 :])
-                dim, kept = dim + skipped, kept + skipped
-                continue
-            if not (item is None or isinstance(item, slice) or (isinstance(item, int) and not isinstance(item, bool))):
-                return NotImplemented
-            if isinstance(item, slice) and self._is_bounded(item):
-                found.append((place, dim, kept))
-            dim, kept = dim + (item is not None), kept + (not isinstance(item, int))
+        if any(isinstance(item, bool) or not isinstance(item, int | slice | EllipsisType | None) for item in items):
+            return NotImplemented
+        dims = enumerate(with_dims(items, x.dim()))
+        found = [(place, dim) for place, (item, dim) in dims if isinstance(item, slice) and self._is_bounded(item)]
         if len(found) != 1 or self._rows.of(x) is not None or not permitted(UNKNOWN_NUMBERS).may():
             return NotImplemented
-        [(place, dim, kept)] = found
+        [(place, dim)] = found
+        kept = dim + sum((item is None) - isinstance(item, int) for item in items[:place])  # dimension of the result
         size, part = x.shape[dim], items[place]
         places = torch.arange(size)
         mask = places >= _bound(0 if part.start is None else part.start, size)

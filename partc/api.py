@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from partc.codegen.package import Modules
     from partc.compilation.fitting import Compiled
     from partc.frontend.captured_program import Batches
-    from partc.frontend.origin import Origin
     from partc.frontend.results import Purpose
+    from partc.frontend.trace import Traced
     from partc.package.comparison import VerifyResult
     from partc.rehearsal.rehearsal import KnownSteps
 
@@ -363,9 +363,9 @@ class _GivenModel:
     functions: Mapping[str, Callable[..., Any] | None]
     options: Mapping[str, Any]  # of the model file
     pass_runs: PassRuns = field(default_factory=PassRuns)
-    _origins: dict[OriginKey, Origin] = field(default_factory=dict)
+    _origins: dict[OriginKey, Traced] = field(default_factory=dict)
 
-    def origin(self, options: Options, batches: Batches, purpose: Purpose) -> Origin:
+    def origin(self, options: Options, batches: Batches, purpose: Purpose) -> Traced:
         """The traced program for these options."""
         from partc.frontend.origin import Functions, trace
 
@@ -403,7 +403,7 @@ def _compiled(
 
     phases.ended("Loaded", start, f"torch {torch.__version__}")
 
-    def traced(purpose: Purpose, *, separate: bool = False) -> Origin:
+    def traced(purpose: Purpose, *, separate: bool = False) -> Traced:
         start = time.perf_counter()
         found = model.origin(options, Batches(microbatches=options.microbatches, separate=separate), purpose)
         phases.ended("Traced", start, size(found.program))
@@ -420,11 +420,11 @@ def _compiled(
     def again(other: Options, *, ahead: bool = True) -> Program:
         return _compiled(model, other, until=UNPROVED, ahead=ahead).program
 
-    def finished(origin: Origin, lowered: Lowered, *warnings: str, evaluation: Program | None = None) -> Compilation:
+    def finished(origin: Traced, lowered: Lowered, *warnings: str, evaluation: Program | None = None) -> Compilation:
         return Compilation(
             traced=origin.program,
             steps=lowered.steps,
-            model_source=origin.source,
+            model_source=origin.model_source,
             model_options=origin.options,
             options=options,
             phases=phases.seconds,
@@ -448,7 +448,7 @@ def _compiled(
         rate = own.lr if options.lr is None else options.lr
         options = replace(options, optimizer=own.optimizer, group=own.groups, lr=rate)
 
-    def made(separate: bool) -> tuple[Origin, Lowered]:
+    def made(separate: bool) -> tuple[Traced, Lowered]:
         found = traced("loss", separate=True) if separate else origin
         return found, lower(found.program)
 

@@ -31,7 +31,8 @@ from partc.cost.local_costs import LocalCosts
 from partc.cost.rates import SAVED_IN_EIGHT_BITS, ClusterRates
 from partc.errors import PartcError, first_line
 from partc.frontend.captured_program import Batches
-from partc.frontend.origin import Functions, Origin, trace
+from partc.frontend.origin import Functions, trace
+from partc.frontend.trace import Traced
 from partc.ir.gradients import input_only
 from partc.ir.mesh import BATCH_AXIS, EXPERT_AXIS, PIPELINE_AXIS, Mesh, is_batch_axis, is_tensor_axis
 from partc.ir.program import ITEMSIZE, Program
@@ -349,7 +350,7 @@ class Simulator:
             self._known[key] = make()
         return self._known[key]
 
-    def _origin(self, plan: ParallelPlan, options: Options, batches: Batches) -> Origin:
+    def _origin(self, plan: ParallelPlan, options: Options, batches: Batches) -> Traced:
         return trace(
             self.model,
             self.batch,

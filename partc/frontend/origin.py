@@ -14,7 +14,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,39 +24,21 @@ from torch import Tensor, nn
 from partc.errors import PartcError, first_line
 from partc.frontend.captured_program import Batches
 from partc.frontend.model_files.huggingface import is_configuration
-from partc.frontend.model_files.own_optimizer import OwnOptimizer
 from partc.frontend.model_files.user_modules import RESERVED, imported_by, with_imports
 from partc.frontend.results import Purpose, in_evaluation, read_for
 from partc.frontend.state.flags import is_flag
-from partc.frontend.trace import trace_model
+from partc.frontend.trace import Traced, trace_model
 from partc.frontend.trace_cache import trace_file
 from partc.ir.gradients import trains
 from partc.ir.mesh import Mesh
 from partc.ir.program import Program
 from partc.quoting import environment
 from partc.runtime.documents import Malformed
-from partc.runtime.train.entries import constants_as_text, entries, rebuilt_batch, types
+from partc.runtime.train.entries import entries, rebuilt_batch, types
 from partc.settings import PASSES, settings
 
 WEIGHTS, BATCH = "model.pt", "batch.pt"
 _RENAMED = "given_model"  # replaces the name of a function's file if packages use that name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """A traced program, the text of its package's model.py with its options, and the files that model.py reads.
-
-    `constants` are the entries of the batch that are not tensors, as text.
-    """
-
-    program: Program
-    constants: Mapping[str, str]
-    source: str
-    options: Mapping[str, Any]
-    extra: Mapping[str, bytes] = field(default_factory=dict)
-    assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
-    optimizer: OwnOptimizer | None = None  # the model file's own
-    evaluates: bool = False  # whether there is a function evaluate()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,25 +65,15 @@ def trace(
     batches: Batches,
     precision: str,
     purpose: Purpose = "loss",
-) -> Origin:
+) -> Traced:
     """Trace any model that `partc.compile` accepts. Raises PartcError P0214, P0215 and the errors of the trace."""
     with _quiet():
         if isinstance(model, str | os.PathLike):
             text = {name: str(value) for name, value in options.items()}
             traced = trace_file(Path(model), text, mesh=mesh, batches=batches, precision=precision, purpose=purpose)
             _check_trains(traced.program)
-            extra = {} if is_configuration(model) else imported_by(Path(model))
-            return Origin(
-                program=traced.program,
-                constants=traced.constants,
-                source=traced.model_source,
-                options=traced.options,
-                extra=extra,
-                assumed=traced.assumed,
-                optimizer=traced.optimizer,
-                evaluates=traced.evaluates,
-            )
-        given, held = _batch(batch)
+            return replace(traced, extra={} if is_configuration(model) else imported_by(Path(model)))
+        given = _batch(batch)
         packed = saved_model_source if isinstance(model, nn.Module) else _imported
         if isinstance(model, nn.Module):
             build: Callable[[], nn.Module] = lambda: _without_memory(model)  # noqa: E731
@@ -127,15 +99,7 @@ def trace(
             read=read_for(purpose, own=own is not None),
         )
     _check_trains(traced.program)
-    return Origin(
-        program=traced.program,
-        constants=constants_as_text(held),
-        source=source,
-        options={},
-        extra=extra,
-        assumed=traced.assumed,
-        evaluates=functions.evaluate is not None,
-    )
+    return replace(traced, model_source=source, extra=extra, evaluates=functions.evaluate is not None)
 
 
 def _check_trains(program: Program) -> None:
@@ -159,8 +123,8 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _batch(batch: Any) -> tuple[Any, dict[str, Any]]:
-    """The batch on the CPU, and its entries by path. Raises PartcError P0214."""
+def _batch(batch: Any) -> Any:
+    """The batch on the CPU. Raises PartcError P0214."""
     found = batch() if callable(batch) and not isinstance(batch, Mapping) else batch
     try:
         held = entries(found)
@@ -171,7 +135,7 @@ def _batch(batch: Any) -> tuple[Any, dict[str, Any]]:
             help="partc.compile(model, {'x': tensor, ...}, mesh=...): one global batch, by argument names",
         ) from error
     held = {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in held.items()}
-    return rebuilt_batch(found, held), held
+    return rebuilt_batch(found, held)
 
 
 def _without_memory(model: nn.Module) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,18 @@ TRIES = 6  # the most traces; each excludes one more group or row of modules
 class Traced:
     """A traced model: its program, and the means by which a package builds the model again.
 
-    `constants` are the entries of the batch that are not tensors, as text.
+    `model_source` is the text of the package's model.py, which takes `options` and reads the files `extra`. `constants`
+    are the entries of the batch that are not tensors, as text.
     """
 
     program: Program
     constants: Mapping[str, str]
     model_source: str
     options: Mapping[str, Any]
+    extra: Mapping[str, bytes] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
     optimizer: OwnOptimizer | None = None  # the model file's own
-    evaluates: bool = False  # whether the model file defines evaluate()
+    evaluates: bool = False  # whether there is a function evaluate()
 
 
 def trace_file(

@@ -406,13 +406,9 @@ class _Experts:
 
     def _typed(self, op: Op, rule: OpRule | None) -> Op:
         """The operation with result layouts that follow from its choices."""
-        _, made = self._layouts(op, rule)
-        results = tuple(
-            replace(value, type=replace(value.type, layout=layout))
-            for value, layout in zip(op.results, made, strict=True)
-        )
-        self.types.update((value.name, value.type) for value in results)
-        return replace(op, results=results)
+        op = op.laid_out(self._layouts(op, rule)[1])
+        self.types.update((value.name, value.type) for value in op.results)
+        return op
 
     def _moved(
         self,
@@ -432,10 +428,7 @@ class _Experts:
         cut = [each for each in op.choices if each.factor == row and self.sizes.get(each.axis, 1) > 1]
         product = _read(op) is not None
         home, back = self._layouts(op, rule)
-        returned = {
-            value.name: replace(value, type=replace(value.type, layout=layout))
-            for value, layout in zip(op.results, back, strict=True)
-        }
+        returned = {value.name: value for value in op.laid_out(back).results}
         op = replace(op, choices=tuple(self._with_major_axis(each, cut, product=product) for each in op.choices))
         if product:
             before = integers(argument(op, len(op.args), "groups", 1))[0]

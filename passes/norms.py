@@ -100,5 +100,4 @@ def _placed(op: Op, chosen: Iterator[Choice], types: _Types, sizes: Sizes) -> Op
     found = layouts(op, rule, types, sizes)
     if found is None:
         raise InternalError(f"{op.name} cannot be cut like the norm that it belongs to")
-    (layout,) = found[1]
-    return replace(op, results=(replace(op.result, type=replace(op.result.type, layout=layout)),))
+    return op.laid_out(found[1])

@@ -126,12 +126,8 @@ class _Local:
             raise InternalError(f"{op.source}: {op.name} was spread in a way its sizes don't allow")
         wanted, made = found
         operands = [self._resharded(name, layout, op) for name, layout in zip(op.refs(), wanted, strict=True)]
-        results = tuple(
-            replace(value, type=replace(value.type, layout=layout))
-            for value, layout in zip(op.results, made, strict=True)
-        )
-        self.types.update((value.name, value.type) for value in results)
-        local = replace(op, results=results)
+        local = op.laid_out(made)
+        self.types.update((value.name, value.type) for value in local.results)
         if rule is not None:
             local = localize(local, rule, self.sizes)
         local = local.reading(operands)

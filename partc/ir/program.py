@@ -195,6 +195,12 @@ class Op:
         args = tuple(map(swap, self.args))
         return replace(self, args=args, attrs=tuple((key, swap(arg)) for key, arg in self.attrs))
 
+    def laid_out(self, layouts: Iterable[Layout]) -> Op:
+        """The same operation with these layouts of its results."""
+        pairs = zip(self.results, layouts, strict=True)
+        results = tuple(replace(value, type=replace(value.type, layout=layout)) for value, layout in pairs)
+        return replace(self, results=results)
+
 
 def _refs(args: tuple[Arg, ...]) -> Iterator[str]:
     for arg in args:

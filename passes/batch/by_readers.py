@@ -146,12 +146,10 @@ def _cut_by_readers(
     made = placements(op, rule, choices[0])[1]
     if any(not isinstance(place, Shard) or wanted.get(index, {place}) != {place} for index, place in enumerate(made)):
         return op
-    results = [
-        replace(value, type=replace(value.type, layout=layout))
-        for value, place in zip(op.results, made, strict=True)
-        if (layout := Layout.build(value.type.shape, dict.fromkeys(axes, place), sizes)) is not None
-    ]
-    return replace(op, choices=choices, results=tuple(results)) if len(results) == len(made) else op
+    pairs = zip(op.types, made, strict=True)
+    found = [Layout.build(type.shape, dict.fromkeys(axes, place), sizes) for type, place in pairs]
+    known = [layout for layout in found if layout is not None]
+    return replace(op, choices=choices).laid_out(known) if len(known) == len(found) else op
 
 
 def divides(rule: OpRule, name: str, outer: int, axes: Sequence[str], sizes: Sizes) -> bool:

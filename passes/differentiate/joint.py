@@ -360,7 +360,7 @@ class _Reader:
                 before = replace(layout, dims=tuple(layout.dims[order.index(dim)] for dim in range(len(order))))
                 (made,) = inferred(op, self._made, self._sizes)
                 if made is not None and made.doubtful and made.allows(before, self._sizes):
-                    op = replace(op, results=(replace(op.result, type=replace(op.result.type, layout=before)),))
+                    op = op.laid_out((before,))
                     self._made[name] = op.result.type
             yield op
 

@@ -161,12 +161,7 @@ class _Exchange(Writing):
         op = Op(name=name, args=args)
         first = self.types[next(op.refs())]
         op = replace(op, results=tuple(Value(name=unique(each, self.taken), type=first) for each in made))
-        layouts = (each.layout for each in inferred(op, self.types, self.sizes) if each is not None)
-        results = (
-            replace(value, type=replace(first, layout=layout))
-            for value, layout in zip(op.results, layouts, strict=True)
-        )
-        op = replace(op, results=tuple(results))
+        op = op.laid_out(each.layout for each in inferred(op, self.types, self.sizes) if each is not None)
         self.add(op)
         return [Ref(value.name) for value in op.results]
 

@@ -168,7 +168,7 @@ class Lookups:
         found = layouts(op, resolve(op, types), types, self.sizes)
         if found is None:
             return None
-        return replace(op, results=(replace(op.result, type=replace(op.result.type, layout=found[1][0])),))
+        return op.laid_out(found[1])
 
     def cut_parameter(self, item: Parameter, cut: Cut) -> Parameter:
         """A table cut over the axes. It holds the model's shape, and rows of zeros up to a multiple of the ranks."""

@@ -72,11 +72,7 @@ class Writing:
         found = layouts(op, rule, self.types, self.sizes)
         if found is None:
             raise InternalError(f"{name} of {self.types[rows]} is cut in a way that its sizes do not allow")
-        typed = (
-            replace(value, type=TensorType(dtype=dtype, layout=layout))
-            for value, layout in zip(values, found[1], strict=True)
-        )
-        op = replace(op, results=tuple(typed))
+        op = op.laid_out(found[1])
         self.add(op)
         return [Ref(value.name) for value in op.results]
 

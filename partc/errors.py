@@ -41,6 +41,11 @@ class PartcError(Exception):
         return f"{place}error {self.code}: {cause}{hint}"
 
 
+def untraced(cause: str, help: str, source: Source | None = None) -> PartcError:
+    """P0206, for a model that does not trace."""
+    return PartcError("P0206", f"the model does not trace: {cause}", help=help, source=source)
+
+
 class InternalError(AssertionError):
     """A broken invariant inside partc: a bug in the compiler, never the user's fault."""
 

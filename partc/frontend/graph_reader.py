@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
-from partc.errors import InternalError, PartcError, Source
+from partc.errors import InternalError, PartcError, Source, untraced
 from partc.frontend.branches.random_branches import RandomBranch
 from partc.frontend.branches.value_branches import RANDOM_BRANCH
 from partc.frontend.capture import Captured
@@ -75,7 +75,7 @@ def tensor_type(tensor: Tensor, name: str) -> TensorType:
         raise PartcError("P0209", f"{name} is a {kind} tensor", help="use dense tensors")
     dtype, shape = tensor.dtype, tuple(tensor.shape)
     if any(isinstance(size, torch.SymInt) for size in shape):
-        raise PartcError("P0206", f"the model does not trace: the size of {name} depends on the values of a tensor",
+        raise untraced(f"the size of {name} depends on the values of a tensor",
                          help="keep all elements and mask those that do not count")  # fmt: skip
     if tensor.is_complex():
         dtype, shape = dtype.to_real(), (*shape, 2)
@@ -282,9 +282,8 @@ class GraphReader:
         found = windows(x, size, stride, offset[0] if offset else node.kwargs.get("storage_offset"))  # type: ignore[arg-type]
         if found is None:
             if not x.is_contiguous():
-                raise PartcError(
-                    "P0206",
-                    "the model does not trace: as_strided reads a tensor whose elements are not in order",
+                raise untraced(
+                    "as_strided reads a tensor whose elements are not in order",
                     help="use views, unfold or index; or call .contiguous() first",
                     source=source_of(node),
                 )
@@ -362,9 +361,8 @@ class GraphReader:
     def _results(self, node: fx.Node) -> tuple[Value, ...]:
         value = node.meta.get("val")
         if _name(node).endswith("::_varlen_attn"):
-            raise PartcError(
-                "P0206",
-                "the model does not trace: attention with cu_seqlens is a kernel of GPUs",
+            raise untraced(
+                "attention with cu_seqlens is a kernel of GPUs",
                 help="mask by document: torch.searchsorted(cu_seqlens, positions, right=True) numbers them",
             )
         if _writes_operands(node):
@@ -377,15 +375,13 @@ class GraphReader:
             self._names[node] = node.name
             return (Value(name=node.name, type=tensor_type(value, f"the result of {_name(node)}")),)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise PartcError(
-                "P0206",
-                "the model does not trace: a branch, a size or a Python number depends on the values of a tensor",
+            raise untraced(
+                "a branch, a size or a Python number depends on the values of a tensor",
                 help="keep the value a tensor: choose with torch.where, mask elements in place of selecting them",
             )
         if not isinstance(value, tuple | list):
-            raise PartcError(
-                "P0206",
-                f"the model does not trace: {_name(node)} is not an operation on tensors",
+            raise untraced(
+                f"{_name(node)} is not an operation on tensors",
                 help="torch.func's transforms and side effects cannot be traced: write the operations out",
             )
         items = {user.args[1]: user for user in node.users if user.target is operator.getitem}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from partc.errors import PartcError, Source, first_line
+from partc.errors import PartcError, Source, first_line, untraced
 from partc.frontend.model_files.model_file import user_line
 from partc.installed import is_machinery, shortened
 from partc.runtime.train.plain_tensors import places_of
@@ -177,16 +177,13 @@ def explained_error(
         help = _PART.format(parts)
     inner = innermost_user_line(error)
     if known is not None and known.inside:
-        return PartcError(
-            "P0206", f"the model does not trace: {cause}{_quoted(user_line(error))}", help=help, source=inner
-        )
+        return untraced(cause + _quoted(user_line(error)), help, inner)
     source = user_line(error, path)
     if source is not None and inner is not None and shortened(source.file) != inner.file:
         cause += f" (in {inner})"
-    cause = f"the model does not trace: {cause}"
     if known is not None and known.cause:
-        return PartcError("P0206", cause, help=help, source=source)
-    raised = RaisedError("P0206", cause, help=help, source=source)
+        return untraced(cause, help, source)
+    raised = RaisedError("P0206", f"the model does not trace: {cause}", help=help, source=source)
     raised.doubtful = (selected or counted) and not own
     return raised
 

@@ -32,7 +32,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from partc.errors import PartcError
+from partc.errors import untraced
 from partc.ir.operations import RANDOM
 from partc.ir.program import SELECTED, Arg, DTypeArg, Graph, Op, Program, Ref, Region, TensorType
 from partc.passes.route.loops import without_loops
@@ -223,10 +223,8 @@ class _Selections:
         chosen = mask
         if not write.adds and not once:
             if w.types[y.name].differentiable:  # torch passes the gradient of a place to all rows written to it
-                raise PartcError(
-                    "P0206",
-                    "the model does not trace: a mask may select several rows for one place, and an assignment keeps "
-                    "one of them",
+                raise untraced(
+                    "a mask may select several rows for one place, and an assignment keeps one of them",
                     help="add the rows with index_add_(0, places, rows), or select by distinct numbers, such as those "
                     "of topk",
                     source=op.source,
@@ -319,9 +317,8 @@ class _Selections:
             rows = [None if found is None else found[1] for found in held]
             dims = dims_of_rows(op, self.writer.types, rows, self.constants)
         if dims is None:
-            raise PartcError(
-                "P0206",
-                f"the model does not trace: {op.name} reads the rows that a mask selects other than row by row, and "
+            raise untraced(
+                f"{op.name} reads the rows that a mask selects other than row by row, and "
                 "their number depends on the values of a tensor",
                 help="keep all rows and mask those that do not count",
                 source=op.source,

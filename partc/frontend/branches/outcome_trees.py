@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from partc.errors import PartcError, Source
+from partc.errors import PartcError, Source, untraced
 from partc.frontend.branches.changes import before_changes, changed_by, changed_outside, changed_tensor
 from partc.frontend.branches.outcomes import Outcomes, on_path
 from partc.frontend.branches.random_branches import Branching, RandomBranch, alike_at_end, behind_functions
@@ -115,9 +115,8 @@ class _Explored:
             found, numbers = _Path(traced=traced, outcomes=given), sorted({each.number for each in traced.branches})
         for number in reversed([number for number in numbers if number >= len(decided)]):
             if self.count == MOST_PATHS:
-                raise PartcError(
-                    "P0206",
-                    f"the model does not trace: its branches on values have over {MOST_PATHS} paths",
+                raise untraced(
+                    f"its branches on values have over {MOST_PATHS} paths",
                     help="choose between results with torch.where",
                     source=_branch(found, number)[1].source if found is not None else None,
                 )
@@ -193,9 +192,8 @@ class _Joining:
         parts = [_between(path.traced, start, stop) for path in paths]
         if any([op.form for op in part] != [op.form for op in parts[0]] for part in parts):
             source = paths[0].traced.branches[0].source
-            raise PartcError(
-                "P0206",
-                "the model does not trace: two traces differ before the first branch that tells them apart",
+            raise untraced(
+                "two traces differ before the first branch that tells them apart",
                 help="choose between results with torch.where",
                 source=source,
             )
@@ -373,9 +371,8 @@ class _JoinedOutcomes:
         return self._program.types[name]
 
     def _refusal(self, cause: str) -> PartcError:
-        return PartcError(
-            "P0206",
-            f"the model does not trace: a branch depends on values, and {cause}",
+        return untraced(
+            f"a branch depends on values, and {cause}",
             help="choose between two results with torch.where",
             source=self._branch.source,
         )

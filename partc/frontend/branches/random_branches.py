@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, pairwise, takewhile
 
-from partc.errors import PartcError, Source
+from partc.errors import PartcError, Source, untraced
 from partc.frontend.branches.changes import before_changes, changed_by, changed_outside, changed_tensor
 from partc.frontend.branches.outcomes import (
     ABOVE,
@@ -313,9 +313,8 @@ class _Join:
     def refusal(self, branch: int, cause: str) -> PartcError:
         of_values = self.kept.branches and self.kept.branches[branch].of_values
         tested = "the values of a tensor" if of_values else "a random number, flag or counter"
-        return PartcError(
-            "P0206",
-            f"the model does not trace: a branch depends on {tested}, and {cause}",
+        return untraced(
+            f"a branch depends on {tested}, and {cause}",
             help="choose between two results with torch.where, or let the branch leave a part of the model out",
             source=self.kept.branches[branch].source if self.kept.branches else None,
         )

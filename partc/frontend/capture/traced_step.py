@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partc.errors import PartcError
+from partc.errors import PartcError, untraced
 from partc.frontend.branches.builtin_numbers import keeping_unknown_numbers, using_traceable_builtins
 from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.branches.outcomes import Outcomes
@@ -327,9 +327,8 @@ def _known_seeds() -> Iterator[None]:
 
     def seeded(generator: random.Random, a: Any = None, version: int = 2) -> None:
         if isinstance(a, RowCount):
-            raise PartcError(
-                "P0206",
-                "the model does not trace: a tensor holds the seed of a generator of Python's module random",
+            raise untraced(
+                "a tensor holds the seed of a generator of Python's module random",
                 help="draw with torch's random functions: a package draws their numbers anew in each step",
             )
         seed(generator, a, version)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from partc.errors import PartcError, Source
+from partc.errors import PartcError, Source, untraced
 from partc.frontend.permissions import UNKNOWN_NUMBERS, permitted
 from partc.installed import line_of, user_frame
 from partc.ir.program import Graph
@@ -294,10 +294,8 @@ def unknown_number(source: Source | None = None) -> PartcError:
     frame = user_frame(sys._getframe(1))
     if source is None and frame is not None:
         source = line_of(frame)
-    return PartcError(
-        "P0206",
-        "the model does not trace: forward computes a Python number from the number of rows that a mask selects, or "
-        "from listed counts",
+    return untraced(
+        "forward computes a Python number from the number of rows that a mask selects, or from listed counts",
         help="compute it as a tensor, such as mask.sum(); counts may divide rows, as in x.split(counts.tolist())",
         source=source,
     )

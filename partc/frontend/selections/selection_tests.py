@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partc.errors import PartcError, Source
+from partc.errors import PartcError, Source, untraced
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.statements import enclosing_nodes
 from partc.installed import is_machinery, line_of, user_frame
@@ -156,18 +156,16 @@ def caller_frame() -> FrameType | None:
 
 
 def _endless_loop(source: Source | None) -> PartcError:
-    return PartcError(
-        "P0206",
-        "the model does not trace: a loop goes on as long as a mask selects something",
+    return untraced(
+        "a loop goes on as long as a mask selects something",
         help="repeat it a fixed number of times, with torch.where for the rows that are done",
         source=source,
     )
 
 
 def _unlisted(source: Source | None) -> PartcError:
-    return PartcError(
-        "P0206",
-        "the model does not trace: a loop runs over the places at which a mask of several dimensions is set",
+    return untraced(
+        "a loop runs over the places at which a mask of several dimensions is set",
         help="loop over the elements of a dimension, and choose with torch.where",
         source=source,
     )

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partc.errors import PartcError
+from partc.errors import PartcError, untraced
 from partc.torch_private import said_class, say_class, without_modes
 
 _FOREACH = "_foreach_"
@@ -83,9 +83,8 @@ class OneHot:
 
     @staticmethod
     def _refusal() -> PartcError:
-        return PartcError(
-            "P0206",
-            "the model does not trace: the number of classes of one_hot is a value of a tensor",
+        return untraced(
+            "the number of classes of one_hot is a value of a tensor",
             help="give num_classes as an integer; one_hot(x, n)[..., :8], the first classes alone, traces with any n",
         )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import modules
 from torch.nn.utils import rnn
 
-from partc.errors import PartcError
+from partc.errors import untraced
 from partc.frontend.by_tensor import ByTensor
 from partc.torch_private import without_modes
 
@@ -47,7 +47,7 @@ class PackedSequences:
             return args[0], self._orders[-1]
         if self._orders and any(x is order for x in args for order in self._orders):
             if frame.f_code.co_filename not in _FILES:
-                raise _refused("the order of packed sequences is unknown", "leave sequences in the batch's order")
+                raise untraced("the order of packed sequences is unknown", "leave sequences in the batch's order")
             return args[0] if name in _ORDERING else NotImplemented
         if name == "_pack_padded_sequence" and not self.knows(args[1]):
             return self._packed(*args)
@@ -59,7 +59,7 @@ class PackedSequences:
             lengths = self._lengths_of(args[1])
             longest = None if lengths is None else self.longest(lengths)
             if longest is None:
-                raise _refused(
+                raise untraced(
                     "padded sequences are as long as the batch's longest one",
                     "give pad_packed_sequence the padded length: total_length=x.shape[1]",
                 )
@@ -68,7 +68,7 @@ class PackedSequences:
         fact = getattr(func.__self__, "__name__", "") if name == "__get__" else name
         read = self._data and any(x in self._data for x in _listed((*args, *kwargs.values())))
         if read and fact not in _FACTS and not (name == "size" and args[1:] == (-1,)):
-            raise _refused(
+            raise untraced(
                 f"{fact} reads the data of packed sequences, whose number is unknown",
                 "compute with padded sequences, before packing or after pad_packed_sequence, and mask them",
             )
@@ -114,7 +114,7 @@ class PackedSequences:
     ) -> tuple[Tensor, ...]:
         """A network layer by layer, and each direction apart."""
         if dropout and training and layers > 1:
-            raise _refused(
+            raise untraced(
                 "packed sequences have a dropout between layers, which is drawn in the order of their lengths",
                 "make each layer a module of its own, and put nn.Dropout on padded sequences between them",
             )
@@ -180,7 +180,3 @@ def _listed(args: Iterable[Any]) -> Iterator[Any]:
 
 def _column(places: Tensor, like: Tensor) -> Tensor:
     return places.view(*places.shape, *(1 for _ in like.shape[2:]))
-
-
-def _refused(cause: str, help: str) -> PartcError:
-    return PartcError("P0206", f"the model does not trace: {cause}", help=help)

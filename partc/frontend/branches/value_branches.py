@@ -42,6 +42,7 @@ from partc.frontend.positional_arguments import by_position
 from partc.frontend.repeats.copied_calls import CopiedCalls
 from partc.frontend.selections import value_floats
 from partc.frontend.selections.row_counts import Unsettled
+from partc.frontend.selections.selection_tests import SelectionTests
 from partc.frontend.selections.selections import Selections
 from partc.frontend.statements import enclosing_nodes, path_to, span_of, tree_of
 from partc.frontend.traceable_forms.alignments import ctc_loss
@@ -119,16 +120,8 @@ class ValueWatch(TorchFunctionMode):
         self._largest = largest
         self._packed = PackedSequences(self.known.knows, self.known.know, largest.longest)
         self._finite: ByTensor[bool] = ByTensor()  # tests for finite numbers -> their outcome if all are finite
-        self.selections = Selections(
-            selects=outcomes.selecting.__contains__,
-            call=call,
-            shown=_SHOWN[outcomes.rows],
-            value=self.known.get,
-            know=self.known.know,
-            guard=self._passed,
-            branch=self._branch_on_values,
-            joined=joined,
-        )
+        tests = SelectionTests(outcomes.selecting.__contains__, call, self._passed, self._branch_on_values, joined)
+        self.selections = Selections(tests, shown=_SHOWN[outcomes.rows], value=self.known.get, know=self.known.know)
 
     @property
     def test_count(self) -> int:

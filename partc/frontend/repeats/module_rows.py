@@ -12,7 +12,7 @@ the row.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -190,30 +190,14 @@ class _Absent(dict[str, Any]):
             self._read()
         return super().__contains__(name)
 
-    def __getitem__(self, name: str) -> Any:
-        self._read()
-        return super().__getitem__(name)
 
-    def __iter__(self) -> Iterator[str]:
-        self._read()
-        return super().__iter__()
+def _reading(method: str) -> Callable[..., Any]:
+    def read(weights: _Absent, *given: Any) -> Any:
+        weights._read()
+        return getattr(dict, method)(weights, *given)
 
-    def __len__(self) -> int:
-        self._read()
-        return super().__len__()
+    return read
 
-    def get(self, name: str, default: Any = None) -> Any:
-        self._read()
-        return super().get(name, default)
 
-    def keys(self) -> Any:
-        self._read()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._read()
-        return super().values()
-
-    def items(self) -> Any:
-        self._read()
-        return super().items()
+for _method in ("__getitem__", "__iter__", "__len__", "get", "keys", "values", "items"):
+    setattr(_Absent, _method, _reading(_method))

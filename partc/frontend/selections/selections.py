@@ -22,7 +22,7 @@ Counts that a model lists (`counts.tolist()`) divide a tensor into parts of cons
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import EllipsisType, FrameType
@@ -114,22 +114,17 @@ class Selections:
 
     def __init__(
         self,
+        tests: SelectionTests,
         *,
-        selects: Callable[[int], bool],
-        call: Callable[[], int],
         shown: Callable[[int], int],
         value: Callable[[Tensor], Tensor | None],
         know: Callable[[Any, Any], None],
-        guard: Callable[[FrameType | None], bool | None],
-        branch: Callable[[Tensor], bool],
-        joined: Collection[str],
     ) -> None:
-        """`value` and `know` read and write the values of constants; for `selects`, `call`, `guard`, `branch` and
-        `joined` see `SelectionTests`.
+        """`value` and `know` read and write the values of constants.
 
         `shown` maps the number of all rows to the integer that stands for a number of selected rows.
         """
-        self.tests = SelectionTests(selects, call, guard, branch, joined)
+        self.tests = tests
         self.numbers: list[Source] = []  # lines that read a number of rows
         self._shown, self._value, self._know = shown, value, know
         self._rows = SelectedRows(value, know)

@@ -41,30 +41,6 @@ SCRIPTS = {
 }
 
 
-def render(
-    program: Program,
-    *,
-    model_source: str,
-    options: Mapping[str, Any],
-    seed: int,
-    precision: str,
-    report: Sequence[str] = (),
-    command: Mapping[str, Any] | None = None,
-) -> dict[str, str]:
-    """Every file of the package by its relative path. Equal arguments give equal bytes."""
-    return dict(
-        files(
-            program,
-            model_source=model_source,
-            options=options,
-            seed=seed,
-            precision=precision,
-            report=report,
-            command=command,
-        )
-    )
-
-
 def files(
     program: Program,
     *,
@@ -82,7 +58,7 @@ def files(
     evaluation: Program | None = None,
     planned: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """The same files one by one, as (path, text).
+    """The files of the package one by one, as (path, text). Equal arguments give equal texts.
 
     `report` holds sentences for the README about this plan. `modules` are the program's, if they exist already;
     `memory` is the account of the ranks' memory. `constants` are the entries of the batch that are not tensors,

@@ -25,7 +25,7 @@ from partc.codegen.functions import region_code
 from partc.codegen.lifetimes import deletions
 from partc.codegen.names import Names, class_name, emitted_name, region_names
 from partc.codegen.operands import Operands
-from partc.codegen.package import emit, files, render
+from partc.codegen.package import emit, files
 from partc.codegen.views import without_idle_views
 from partc.communication.descriptions import comment
 from partc.errors import Source
@@ -262,7 +262,7 @@ def classifier(blocks: int, mesh: str) -> Program:
 
 def emitted(program: Program, blocks: int = 2) -> dict[str, str]:
     source = MODEL.replace("range(2)", f"range({blocks})")
-    return render(actions(bucket(program)), model_source=source, options={}, seed=0, precision="fp64")
+    return dict(files(actions(bucket(program)), model_source=source, options={}, seed=0, precision="fp64"))
 
 
 def write(folder: Path, texts: dict[str, str]) -> Path:

@@ -137,6 +137,17 @@ def _stored(parameter: Parameter) -> int:
     return math.prod(parameter.type.shape) * ITEMSIZE[parameter.type.dtype]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RegionFacts:
+    """A region with the facts about it that the alternatives of its operations depend on."""
+
+    region: Region
+    types: Mapping[str, TensorType]
+    live: set[str]  # the values with a gradient
+    cuts: Cuts
+    experts: frozenset[str]  # the weights by whose rows products are cut
+
+
 class _PlacementProgram:
     def __init__(self, program: Program, axis: str, pins: Sequence[Pin], *, by_rows: bool, by_matrix: bool) -> None:
         self.program = program
@@ -231,8 +242,9 @@ class _PlacementProgram:
         weights = _weights(region)
         self.transformed |= {owners[name] for name in _transformed(region, weights)}
         self.looked_up |= {owners[name] for name in _looked_up(region) if name in owners}
+        facts = _RegionFacts(region=region, types=types, live=live, cuts=cuts, experts=experts)
         for index, op in enumerate(graph.ops):
-            node = self._operation(region, index, op, types, live, cuts, experts)
+            node = self._operation(facts, index, op)
             self.nodes.append(node)
             made.update((value.name, (node, output)) for output, value in enumerate(op.results))
             alone = weights.keys() >= {*op.refs()}  # no activation is read
@@ -261,80 +273,73 @@ class _PlacementProgram:
             wire = Wire(name=(region.name, name), source=source, output=output, readers=tuple(found), change=change)
             self.wires.append(wire)
 
-    def _operation(
-        self,
-        region: Region,
-        index: int,
-        op: Op,
-        types: Mapping[str, TensorType],
-        live: set[str],
-        cuts: Cuts,
-        experts: frozenset[str],
-    ) -> Node:
-        rule = rule_of(op, types)
-        repeated: list[Choice | None] = [None]
-        if any(name in live for name in op.refs()):
-            repeated.append(Choice(axis=self.axis, factor=None))
-        spread: Sequence[Choice] = ()
-        if rule is not None and region.name not in self.pure:
-            batch = {  # dimensions that the batch axes cut are excluded, except for rows that travel
-                (choice.factor, choice.outer) for choice in op.choices if not experts and cuts_batch(choice.axis)
-            }
-            along = not holds_weights_whole(self.axis)
-            every = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, cuts), normalized=along)
-            spread = [choice for choice in every if (choice.factor, choice.outer) not in batch or choice.factor is None]
-            if self.axis in region.batch_over:
-                spread = [replace(choice, axis=self.axis) for choice in op.choices if cuts_batch(choice.axis)][:1]
-        if not experts.isdisjoint(value.name for value in op.results):
-            spread = ()
-        elif rule is not None and not experts.isdisjoint(op.refs()):
-            rows = {name for dims in rule.results for name in dims[0][-1:]}
-            repeated, spread = [], [choice for choice in spread if choice.factor in rows]
-        elif self.by_matrix and op.name == "expert_matmul":
-            spread = [choice for choice in spread if choice.factor in ("i", "o")] or spread
+    def _operation(self, facts: _RegionFacts, index: int, op: Op) -> Node:
+        """The node of an operation. Raises PartcError P0107 if its rows do not divide over the ranks of experts."""
+        rule, name = rule_of(op, facts.types), facts.region.name
+        given = self._choices(facts, op, rule)
         alternatives: dict[tuple[Hashable, ...], Alternative] = {}
-        for choice in (*repeated, *spread):
-            found = self._alternative(region, op, rule, choice, types, live)
-            if found is not None and (found.wants, found.makes) not in alternatives:
-                alternatives[found.wants, found.makes] = found
-        if not alternatives and not repeated:
+        for choice in given:
+            found = self._alternative(facts, op, rule, choice)
+            if found is not None:
+                alternatives.setdefault((found.wants, found.makes), found)
+        if not alternatives and None not in given:
             count = op.result.type.layout.local_shape(self.sizes)[0]
             raise PartcError(
                 "P0107",
-                f"{self.axis} cannot cut the experts of {region.name}: their {count} rows of a microbatch do not "
+                f"{self.axis} cannot cut the experts of {name}: their {count} rows of a microbatch do not "
                 f"divide over the {self.n} ranks of {self.axis}",
                 help="use a batch or a sequence that divides, or fewer microbatches, or fewer ranks for experts",
                 source=op.source,
             )
         kept = list(alternatives.values())
         for position, value in enumerate(op.results):
-            kept = self._pinned(f"{region.name}.{value.name}", value.type, kept, _result(position))
-        node = Node(name=("op", region.name, index), alternatives=tuple(kept))
+            kept = self._pinned(f"{name}.{value.name}", value.type, kept, _result(position))
+        node = Node(name=("op", name, index), alternatives=tuple(kept))
         if rule is not None and holds_weights_whole(self.axis) and _is_ordered(op):
             others = [each for each in kept if _factor(each) not in (RING, *rule.ring)]
             self.forbid |= {(node.name, each.label) for each in others if len(others) < len(kept)}
         return node
 
+    def _choices(self, facts: _RegionFacts, op: Op, rule: OpRule | None) -> list[Choice | None]:
+        """The choices of an operation on this axis. Only products of experts whose rows are cut have no choice in which
+        all ranks compute the same.
+        """
+        repeated: list[Choice | None] = [None]
+        if any(name in facts.live for name in op.refs()):
+            repeated.append(Choice(axis=self.axis, factor=None))
+        if rule is None or not facts.experts.isdisjoint(value.name for value in op.results):
+            return repeated
+        spread: Sequence[Choice] = ()
+        if facts.region.name not in self.pure:
+            batch = {  # dimensions that the batch axes cut are excluded, except for rows that travel
+                (choice.factor, choice.outer) for choice in op.choices if not facts.experts and cuts_batch(choice.axis)
+            }
+            along = not holds_weights_whole(self.axis)
+            every = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, facts.cuts), normalized=along)
+            spread = [choice for choice in every if (choice.factor, choice.outer) not in batch or choice.factor is None]
+            if self.axis in facts.region.batch_over:
+                spread = [replace(choice, axis=self.axis) for choice in op.choices if cuts_batch(choice.axis)][:1]
+        if not facts.experts.isdisjoint(op.refs()):
+            rows = {name for dims in rule.results for name in dims[0][-1:]}
+            return [choice for choice in spread if choice.factor in rows]
+        if self.by_matrix and op.name == "expert_matmul":
+            spread = [choice for choice in spread if choice.factor in ("i", "o")] or spread
+        return [*repeated, *spread]
+
     def _alternative(
-        self,
-        region: Region,
-        op: Op,
-        rule: OpRule | None,
-        choice: Choice | None,
-        types: Mapping[str, TensorType],
-        live: set[str],
+        self, facts: _RegionFacts, op: Op, rule: OpRule | None, choice: Choice | None
     ) -> Alternative | None:
         chosen = op if choice is None else replace(op, choices=(*op.choices, choice))
-        found = layouts(chosen, rule, types, self.sizes)
+        found = layouts(chosen, rule, facts.types, self.sizes)
         if found is None:
             return None
-        names = [*op.refs()]
+        names, live = [*op.refs()], facts.live
         wants = tuple(self._axis_placement(layout, name in live) for layout, name in zip(found[0], names, strict=True))
         makes = tuple(
             self._axis_placement(layout, v.name in live) for layout, v in zip(found[1], op.results, strict=True)
         )
         label = None if choice is None else (choice.factor, choice.outer)
-        price = self._price(region, op, rule, choice, found, makes, types, live)
+        price = self._price(facts, op, rule, choice, found[1], makes)
         return Alternative(label=label, wants=wants, makes=makes, price=price)
 
     def _axis_placement(self, layout: Layout, live: bool) -> Placement:
@@ -344,16 +349,14 @@ class _PlacementProgram:
 
     def _price(
         self,
-        region: Region,
+        facts: _RegionFacts,
         op: Op,
         rule: OpRule | None,
         choice: Choice | None,
-        found: tuple[tuple[Layout, ...], tuple[Layout, ...]],
+        made: tuple[Layout, ...],
         makes: tuple[Placement, ...],
-        types: Mapping[str, TensorType],
-        live: set[str],
     ) -> Price:
-        times = self.calls[region.name]
+        times = self.calls[facts.region.name]
         spare = 1 - 1 / self.n
         repeated = choice is None or choice.factor is None or choice.factor.startswith("partial")
         size = [self._bytes(value.type) for value in op.results]
@@ -365,19 +368,15 @@ class _PlacementProgram:
         elif repeated and op.name not in VIEWS and op.results:
             written = (b for b, value in zip(size, op.results, strict=True) if value.name not in self.unwritten)
             price["repeated_bytes"] = times * sum(written) * spare
-        if op.name == "cross_entropy" and not repeated and not any(isinstance(made, Shard) for made in makes):
+        if op.name == "cross_entropy" and not repeated and not any(isinstance(placement, Shard) for placement in makes):
             price["communication"] = times * 3 * 2 * spare * sum(size)  # a maximum, a sum and a pick, all reduced
         if rule is not None and choice is not None and choice.factor in rule.normalized:
-            sums = self._sums_price(op, rule, any(value.name in live for value in op.results))
+            sums = self._sums_price(op, rule, any(value.name in facts.live for value in op.results))
             price |= {name: times * amount for name, amount in sums.items()}
         if rule is not None and choice is not None and choice.factor in (RING, *rule.ring):
-            price["communication"] = times * self._rows_price(op, rule, choice, types)
-        if any(
-            set(sub.axes) > {self.axis} and self.axis in sub.axes
-            for layout in found[1]
-            for dim in layout.dims
-            for sub in dim
-        ):
+            price["communication"] = times * self._rows_price(op, rule, choice, facts.types)
+        subs = (sub for layout in made for dim in layout.dims for sub in dim)
+        if any(set(sub.axes) > {self.axis} and self.axis in sub.axes for sub in subs):
             price["nesting"] = times * sum(size)
         return price
 

@@ -26,6 +26,7 @@ from partc.ir.program import SELECTED, Arg, DTypeArg, Graph, Op, Ref, Region, Te
 from partc.passes.route.rows import RowWriter, dims_of_rows, names_of
 from partc.passes.route.writes import Distinct, Write, write_of
 from partc.rules import is_elementwise
+from partc.rules.rule import integers
 
 LEAST = 2  # experts
 _TRUE = frozenset({"ne", "gt"})  # comparisons with 0 that turn numbers into a mask
@@ -427,48 +428,42 @@ class Lift:
         w, op = self.writer, self.makers.get(x) or makers(self.writer.ops).get(x)
         if op is None:
             return None
-        shape = w.shape(x)
-        names = list(op.refs())
-        if op.name == "eq" and len(names) == 2:
-            for numbers, counted in (names, names[::-1]):
-                if self._counts(counted, len(shape) - dim) and self._is_one(numbers, len(shape) - dim):
-                    wide = (*(1 for _ in range(len(shape) - len(w.shape(numbers)))), *w.shape(numbers))
-                    held = w.reshape(numbers, wide, "experts")
-                    held = w.expand(held, (*shape[:dim], 1, *shape[dim + 1 :]), "experts")
-                    return held, True
-            return None
-        if op.name in ("to", "detach") or (op.name in _TRUE and op.args[1] == 0):
-            return self._one_hot(names[0], dim)
-        if op.name == "slice":
-            found = self._one_hot(names[0], dim)
-            if found is None or op.args[1] == dim:
-                return None if op.args[2] else found
-            cut = tuple(1 if place == dim else size for place, size in enumerate(shape))
-            return w.add("slice", (Ref(found[0]), *op.args[1:]), cut, w.types[found[0]].dtype, "experts"), found[1]
-        if op.name == "permute":
-            order = op.args[1]
-            assert isinstance(order, tuple)
-            source = order[dim]
-            assert isinstance(source, int)
-            found = self._one_hot(names[0], source)
-            if found is None:
-                return None
-            return w.permute(found[0], [o for o in order if isinstance(o, int)], "experts"), found[1]
-        if op.name == "reshape":
-            before = w.shape(names[0])
-            ahead = math.prod(shape[:dim])
-            for place, size in enumerate(before):
-                if size == shape[dim] and math.prod(before[:place]) == ahead:
-                    found = self._one_hot(names[0], place)
-                    if found is None:
-                        return None
-                    return w.reshape(found[0], (*shape[:dim], 1, *shape[dim + 1 :]), "experts"), found[1]
-            return None
-        if op.name in _BOTH and len(names) == 2:
-            for name in names:
-                found = self._one_hot(name, dim) if w.shape(name) == shape else None
-                if found is not None:
-                    return found[0], False
+        shape, names = w.shape(x), list(op.refs())
+        one = (*shape[:dim], 1, *shape[dim + 1 :])
+        match op.name, op.args:
+            case "eq", (Ref(), Ref()):
+                return self._compared_numbers(names, len(shape) - dim, one)
+            case _ if op.name in ("to", "detach") or (op.name in _TRUE and op.args[1] == 0):
+                return self._one_hot(names[0], dim)
+            case "slice", (_, int(along), int(first), *_):
+                found = self._one_hot(names[0], dim)
+                if found is None or along == dim:
+                    return None if first else found
+                return w.add("slice", (Ref(found[0]), *op.args[1:]), one, w.types[found[0]].dtype, "experts"), found[1]
+            case "permute", (_, order):
+                turned = integers(order)
+                found = self._one_hot(names[0], turned[dim])
+                return None if found is None else (w.permute(found[0], turned, "experts"), found[1])
+            case "reshape", _:
+                before, ahead = w.shape(names[0]), math.prod(shape[:dim])
+                same = (i for i, size in enumerate(before) if size == shape[dim] and math.prod(before[:i]) == ahead)
+                found = None if (place := next(same, None)) is None else self._one_hot(names[0], place)
+                return None if found is None else (w.reshape(found[0], one, "experts"), found[1])
+            case _, (Ref(), Ref()) if op.name in _BOTH:
+                either = (self._one_hot(name, dim) for name in names if w.shape(name) == shape)
+                found = next(filter(None, either), None)
+                return None if found is None else (found[0], False)
+        return None
+
+    def _compared_numbers(self, names: list[str], behind: int, one: tuple[int, ...]) -> tuple[str, bool] | None:
+        """The numbers that an `eq` compares with 0, 1, 2, … along the dimension with `behind` dimensions after it, in
+        the shape `one`; None if it compares others.
+        """
+        w = self.writer
+        for numbers, counted in (names, names[::-1]):
+            if self._counts(counted, behind) and self._is_one(numbers, behind):
+                wide = (*(1 for _ in one[len(w.shape(numbers)) :]), *w.shape(numbers))
+                return w.expand(w.reshape(numbers, wide, "experts"), one, "experts"), True
         return None
 
     def _counts(self, name: str, behind: int) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from partc.ir.operators import torch_argument, torch_operator
+from partc.ir.operators import torch_arguments, torch_operator
 from partc.ir.program import SCAN, Graph, Op, Program
 from partc.ir.scans import scan_of
 from partc.runtime.ops import bags
@@ -49,8 +49,7 @@ def results_of(op: Op, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {value.name: inside[value.name] for value in op.results}
     if op.name == SCAN:
         return _scanned(op, known)
-    args = [torch_argument(arg, known) for arg in op.args]
-    attrs = {key: torch_argument(arg, known) for key, arg in op.attrs}
+    args, attrs = torch_arguments(op, known)
     found = _COMPOSITES[op.name](*args, **attrs) if op.name in _COMPOSITES else torch_operator(op.name)(*args, **attrs)
     results = found if isinstance(found, tuple | list) else (found,)
     return {value.name: result for value, result in zip(op.results, results, strict=True)}

@@ -551,9 +551,7 @@ def overload(op: Op, types: Mapping[str, TensorType]) -> str:
     and writes the operands' values into the message of each that does not fit, for which a GPU has to finish its work.
     """
     known = {name: torch.empty((), dtype=DTYPES[types[name].dtype], device="meta") for name in op.refs()}
-    args = [torch_argument(arg, known) for arg in op.args]
-    options = {key: torch_argument(arg, known) for key, arg in op.attrs}
-    return overload_name(torch_operator(op.name), args, options)
+    return overload_name(torch_operator(op.name), *torch_arguments(op, known))
 
 
 def torch_operator(name: str) -> OpOverloadPacket:
@@ -562,14 +560,18 @@ def torch_operator(name: str) -> OpOverloadPacket:
     return getattr(getattr(torch.ops, namespace or "aten"), rest)  # type: ignore[no-any-return]
 
 
-def torch_argument(arg: Arg, known: Mapping[str, Tensor]) -> Any:
-    """An argument of an operation as torch takes it; `known` are the values in scope."""
+def torch_arguments(op: Op, known: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of an operation by position and by name, as torch takes them; `known` are the values in scope."""
+    return [_as_torch(arg, known) for arg in op.args], {key: _as_torch(arg, known) for key, arg in op.attrs}
+
+
+def _as_torch(arg: Arg, known: Mapping[str, Any]) -> Any:
     match arg:
         case Ref():
             return known[arg.name]
         case DTypeArg():
             return DTYPES[arg.name]
         case tuple():
-            return [torch_argument(item, known) for item in arg]
+            return [_as_torch(item, known) for item in arg]
         case _:
             return arg

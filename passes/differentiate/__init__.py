@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,6 @@ from partc.ir.program import (
     SCAN,
     SPARSE,
     Arg,
-    DTypeArg,
     Graph,
     Op,
     Program,
@@ -390,8 +389,7 @@ def _run(op: Op, values: dict[str, Any], live: set[str], sizes: Sizes, named: _N
     if op.name == SCAN:  # a loop of the model's own backward pass
         _define(op, scans.run(op, scans.Derivative(forward=scan_of(op)), values), values, sizes, named)
         return
-    args = [_tensor_arg(arg, values) for arg in op.args]
-    attrs = {key: _tensor_arg(arg, values) for key, arg in op.attrs}
+    args, attrs = operators.torch_arguments(op, values)
     _define(op, call_operator(op, args, attrs, live, sizes), values, sizes, named)
 
 
@@ -469,13 +467,3 @@ def _collective(name: str, args: list[Any], attrs: dict[str, Any], sizes: Sizes)
     elif "dim" in attrs:
         where = (attrs["dim"], attrs.get("outer", 1))
     return operator(*args, *where, axis, sizes[axis])
-
-
-def _tensor_arg(arg: Arg, values: Mapping[str, Any]) -> Any:
-    if isinstance(arg, Ref):
-        return values[arg.name]
-    if isinstance(arg, DTypeArg):
-        return operators.DTYPES[arg.name]
-    if isinstance(arg, tuple):
-        return [_tensor_arg(item, values) for item in arg]
-    return arg

@@ -324,20 +324,11 @@ def _derivative(
 
 
 def _forward(op: Op, values: Mapping[str, Tensor]) -> Sequence[Tensor]:
-    args = [_with_tensors(arg, values) for arg in op.args]
-    attrs = {key: _with_tensors(arg, values) for key, arg in op.attrs}
+    args, attrs = operators.torch_arguments(op, values)
     # Takes precedence over partc's operator of that name.
     torchs = getattr(torch.ops.aten, op.name, None) or operators.resolve(op.name)
     made = _PARTS.get(op.name, torchs)(*args, **attrs)
     return made if isinstance(made, tuple | list) else (made,)
-
-
-def _with_tensors(arg: Arg, values: Mapping[str, Tensor]) -> Any:
-    if isinstance(arg, Ref):
-        return values[arg.name]
-    if isinstance(arg, DTypeArg):
-        return operators.DTYPES[arg.name]
-    return [_with_tensors(item, values) for item in arg] if isinstance(arg, tuple) else arg
 
 
 def _layer_norm(

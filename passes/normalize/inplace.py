@@ -31,7 +31,7 @@ import torch
 from partc.errors import PartcError
 from partc.ir.naming import unique
 from partc.ir.operations import effects, shares_memory, spelling
-from partc.ir.operators import DTYPE_NAMES, DTYPES, torch_argument, torch_operator
+from partc.ir.operators import DTYPE_NAMES, DTYPES, torch_arguments, torch_operator
 from partc.ir.program import (
     BY_PATH,
     NO_GRAD,
@@ -424,8 +424,8 @@ def _functional_type(op: Op, types: Mapping[str, TensorType]) -> DType | None:
     if op.name not in _COMPARISONS and len({types[name].dtype for name in op.refs()}) == 1:
         return None
     known = {name: torch.empty(types[name].shape, dtype=DTYPES[types[name].dtype], device="meta") for name in op.refs()}
-    options = {key: torch_argument(arg, known) for key, arg in op.attrs if key not in _MARKS}
-    made = torch_operator(op.name)(*(torch_argument(arg, known) for arg in op.args), **options)
+    args, options = torch_arguments(_recorded(op), known)
+    made = torch_operator(op.name)(*args, **options)
     return DTYPE_NAMES[made.dtype]
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -341,23 +340,16 @@ class Constants:
             return None if number is None else torch.full(shape, number, dtype=dtype)
         if op.name == "constant":
             return torch.tensor(op.args[0], dtype=dtype).reshape(shape)
-
-        def evaluated(arg: Arg) -> Any:
-            if isinstance(arg, Ref):
-                found = self.value(arg.name)
-                return found if isinstance(found, Tensor) else self._elements(arg.name, found)
-            if isinstance(arg, DTypeArg):
-                return operators.DTYPES[arg.name]
-            return [evaluated(item) for item in arg] if isinstance(arg, tuple) else arg
-
-        attrs = {key: evaluated(arg) for key, arg in op.attrs}
-        made = operators.resolve(op.name)(*(evaluated(arg) for arg in op.args), **attrs)
+        args, attrs = operators.torch_arguments(op, {name: self._elements(name) for name in op.refs()})
+        made = operators.resolve(op.name)(*args, **attrs)
         return made if isinstance(made, Tensor) else None
 
-    def _elements(self, name: str, matrix: Matrix | None) -> Tensor:
-        assert matrix is not None
-        type = self.made[name].result.type
-        return matrix.dense().to(operators.DTYPES[type.dtype]).expand(type.shape)
+    def _elements(self, name: str) -> Tensor:
+        found, type = self.value(name), self.made[name].result.type
+        assert found is not None
+        if isinstance(found, Tensor):
+            return found
+        return found.dense().to(operators.DTYPES[type.dtype]).expand(type.shape)
 
     def _matrix(self, op: Op, s: int, t: int) -> Matrix | None:
         """The result as a structured matrix; None if it only exists as a tensor."""

@@ -1,6 +1,6 @@
 """Patterns of operations, and rewrites: a named pattern and its replacement.
 
-    Pattern("mul(w, mul(x, rsqrt(add(div(sum(pow(x, 2), dims, True), n), eps))))")
+    mul(w, mul(x, rsqrt(add(div(sum(pow(x, 2), dims, True), n), eps))))
 
 A name matches any argument, and the same argument wherever it occurs; `_` matches any argument each time. A number
 matches an equal number, and a tuple a tuple. `(e := exp(x))` also names the value, `(amax | max)(x, d)` matches either
@@ -25,17 +25,11 @@ Bindings = Mapping[str, Any]
 _COMMUTATIVE = frozenset({"add", "mul"})
 
 
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    """A tree of operations, named by its root."""
-
-    text: str
-
-    def matches(self, root: Op, makers: Mapping[str, Op]) -> Iterator[Bindings]:
-        """The arguments for which the names of the pattern stand, once for each way to match."""
-        tree = _tree(self.text)
-        if root.name in _names(tree.func):
-            yield from _arguments(tree.args, root, makers, {})
+def matches(pattern: str, root: Op, makers: Mapping[str, Op]) -> Iterator[Bindings]:
+    """The arguments for which the names of the pattern stand, once for each way to match."""
+    tree = _tree(pattern)
+    if root.name in _names(tree.func):
+        yield from _arguments(tree.args, root, makers, {})
 
 
 @cache
@@ -131,14 +125,14 @@ class Match:
         return value not in self.outputs and len(self.readers[value]) == count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Rewrite:
     """An optional rewrite, which costs fuel: the root is replaced by another operation, or stays if the replacement is
     None.
     """
 
     name: str
-    pattern: Pattern
+    pattern: str
     instead: Callable[[Match], Op | None]
 
     def apply(self, region: Region) -> Region:
@@ -147,7 +141,7 @@ class Rewrite:
         types, makers, readers = region.types(graph), graph.makers(), graph.readers()
         ops = []
         for op in graph.ops:
-            bindings = self.pattern.matches(op, makers)
+            bindings = matches(self.pattern, op, makers)
             found = (self.instead(Match(op, bound, types, makers, readers, graph.outputs)) for bound in bindings)
             new = next((each for each in found if each is not None), None)
             ops.append(new if new is not None and fuel.may_rewrite(self.name, op.source) else op)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from partc.ir.patterns import Match, Pattern, Rewrite
+from partc.ir.patterns import Match, Rewrite
 from partc.ir.program import Arg, Op, Ref
 from partc.rules.kernels import CONSTANTS, fill
 from partc.rules.shapes import slice_bounds
@@ -211,63 +211,39 @@ _RMS_NORMS = (
 )
 
 IDIOMS = (
-    Rewrite(name="sum with zeros", pattern=Pattern("add(x, zeros)"), instead=_sum_with_zeros),
-    Rewrite(name="part", pattern=Pattern("slice((whole := cat(parts, dim)), *cut)"), instead=_part_of_whole),
+    Rewrite("sum with zeros", "add(x, zeros)", _sum_with_zeros),
+    Rewrite("part", "slice((whole := cat(parts, dim)), *cut)", _part_of_whole),
     Rewrite(
-        name="grouped heads",
-        pattern=Pattern(
-            "(attention | attention_dropout)(q,"
-            " (k_heads := reshape((k_copies := expand((k_inner := reshape(k, _)), _)), _)),"
-            " (v_heads := reshape((v_copies := expand((v_inner := reshape(v, _)), _)), _)), *rest)"
-        ),
-        instead=_grouped_heads,
+        "grouped heads",
+        "(attention | attention_dropout)(q,"
+        " (k_heads := reshape((k_copies := expand((k_inner := reshape(k, _)), _)), _)),"
+        " (v_heads := reshape((v_copies := expand((v_inner := reshape(v, _)), _)), _)), *rest)",
+        _grouped_heads,
     ),
     Rewrite(
-        name="repeated heads",
-        pattern=Pattern(
-            "(attention | attention_dropout)(q, repeat_interleave(k, n, 1), repeat_interleave(v, n, 1), *rest)"
-        ),
-        instead=_repeated_heads,
+        "repeated heads",
+        "(attention | attention_dropout)(q, repeat_interleave(k, n, 1), repeat_interleave(v, n, 1), *rest)",
+        _repeated_heads,
     ),
-    *(Rewrite(name="rms_norm", pattern=Pattern(form), instead=_rms_norm) for form in _RMS_NORMS),
+    *(Rewrite("rms_norm", form, _rms_norm) for form in _RMS_NORMS),
+    Rewrite("gelu", "mul(mul(x, 0.5), add(tanh(mul(add(x, mul(pow(x, 3), 0.044715)), 0.7978845608028654)), 1))", _gelu),
+    Rewrite("softmax", "div((e := exp((below := sub(x, most)))), (total := sum(e, dims, True)))", _softmax),
+    Rewrite("rotary", "add(mul(x, cos), mul(cat((neg(b), a), dim), sin))", _rotary),
     Rewrite(
-        name="gelu",
-        pattern=Pattern("mul(mul(x, 0.5), add(tanh(mul(add(x, mul(pow(x, 3), 0.044715)), 0.7978845608028654)), 1))"),
-        instead=_gelu,
-    ),
-    Rewrite(
-        name="softmax",
-        pattern=Pattern("div((e := exp((below := sub(x, most)))), (total := sum(e, dims, True)))"),
-        instead=_softmax,
+        "interleaved rotary",
+        "add(mul(x, cos), mul(reshape((both := cat((reshape(neg(b), _), reshape(a, _)), dim)), _), sin))",
+        _rotary,
     ),
     Rewrite(
-        name="rotary",
-        pattern=Pattern("add(mul(x, cos), mul(cat((neg(b), a), dim), sin))"),
-        instead=_rotary,
+        "rotary of pairs",
+        "cat((sub(mul(a, cos), mul(b, sin)), add(mul(b, cos), mul(a, sin))), dim)",
+        _rotary_of_pairs,
     ),
     Rewrite(
-        name="interleaved rotary",
-        pattern=Pattern(
-            "add(mul(x, cos), mul(reshape((both := cat((reshape(neg(b), _), reshape(a, _)), dim)), _), sin))"
-        ),
-        instead=_rotary,
+        "interleaved rotary of pairs",
+        "reshape((both := cat((reshape(sub(mul(a, cos), mul(b, sin)), _),"
+        " reshape(add(mul(b, cos), mul(a, sin)), _)), dim)), _)",
+        _rotary_of_pairs,
     ),
-    Rewrite(
-        name="rotary of pairs",
-        pattern=Pattern("cat((sub(mul(a, cos), mul(b, sin)), add(mul(b, cos), mul(a, sin))), dim)"),
-        instead=_rotary_of_pairs,
-    ),
-    Rewrite(
-        name="interleaved rotary of pairs",
-        pattern=Pattern(
-            "reshape((both := cat((reshape(sub(mul(a, cos), mul(b, sin)), _),"
-            " reshape(add(mul(b, cos), mul(a, sin)), _)), dim)), _)"
-        ),
-        instead=_rotary_of_pairs,
-    ),
-    Rewrite(
-        name="partial rotary",
-        pattern=Pattern("cat((rotary(x, cos, sin, rotated, interleaved), rest), dim)"),
-        instead=_partial_rotary,
-    ),
+    Rewrite("partial rotary", "cat((rotary(x, cos, sin, rotated, interleaved), rest), dim)", _partial_rotary),
 )

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from partc import fuel
 from partc.ir.naming import unique
-from partc.ir.patterns import Match, Pattern
+from partc.ir.patterns import Match, matches
 from partc.ir.program import Op, Ref, Region, TensorType, Value
 
-_SCORED = Pattern("mul(expert_matmul(x, experts, w), scores)")
+_SCORED = "mul(expert_matmul(x, experts, w), scores)"
 
 
 def narrow_scores(region: Region) -> Region:
@@ -25,7 +25,7 @@ def narrow_scores(region: Region) -> Region:
     taken = set(types)
     ops: list[Op] = []
     for op in graph.ops:
-        for bound in _SCORED.matches(op, makers):
+        for bound in matches(_SCORED, op, makers):
             match = Match(root=op, bound=bound, types=types, makers=makers, readers=readers, outputs=graph.outputs)
             product = next(makers[name] for name in op.refs() if makers.get(name, op).name == "expert_matmul")
             if _pays(match, product) and fuel.may_rewrite("narrow scores", op.source):

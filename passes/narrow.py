@@ -30,7 +30,7 @@ def narrow(program: Program) -> Program:
 
 def _graph(region: Region, graph: Graph) -> Graph:
     kept = region.read_outside(graph)
-    work = _Narrowed(region.types(graph), {value.name: op for op in graph.ops for value in op.results}, kept)
+    work = _Narrowed(region.types(graph), graph.makers(), kept)
     ops = tuple(step for op in graph.ops for step in work.steps(op))
     if not work.removable:
         return graph

@@ -33,7 +33,7 @@ def trim(program: Program) -> Program:
 
 
 def _trimmed(region: Region, sizes: Sizes) -> Region:
-    makers = {value.name: op for op in region.forward.ops for value in op.results}
+    makers = region.forward.makers()
     values = region.forward.definitions()
     size = {name: value.type.local_bytes(sizes) for name, value in values.items()}
     parts: defaultdict[str, set[str]] = defaultdict(set)

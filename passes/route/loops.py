@@ -26,7 +26,7 @@ from partc.ir.program import SELECTED, Arg, DTypeArg, Graph, Op, Ref, Region, Te
 from partc.passes.route.rows import RowWriter, dims_of_rows, names_of
 from partc.passes.route.writes import Distinct, Write, write_of
 from partc.rules import is_elementwise
-from partc.rules.rule import integers
+from partc.rules.rule import argument, integers
 
 LEAST = 2  # experts
 _TRUE = frozenset({"ne", "gt"})  # comparisons with 0 that turn numbers into a mask
@@ -293,11 +293,11 @@ class Lift:
         """An exclusive upper bound of non-negative expert numbers; None if none is known."""
         while (op := self.makers.get(name) or makers(self.writer.ops).get(name)) is not None:
             if op.name == "topk" and op.results[1].name == name:
-                dim = dict(op.attrs).get("dim", op.args[2] if len(op.args) > 2 else -1)
+                dim = argument(op, 2, "dim", -1)
                 assert isinstance(dim, int)
                 return self.writer.shape(next(op.refs()))[dim]
             if op.name == "argmax":
-                dim = op.args[1] if len(op.args) > 1 else dict(op.attrs).get("dim")
+                dim = argument(op, 1, "dim")
                 return self.writer.shape(next(op.refs()))[dim] if isinstance(dim, int) else None
             if op.name == "repeat_interleave":  # the number of each row's part; there is a part for each count
                 return self.writer.shape(next(op.refs()))[0] if len(op.args) == 1 else None
@@ -539,7 +539,7 @@ class Lift:
         """`any` or `sum` of masks along a dimension of choices; the choices become slots."""
         w = self.writer
         dims = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
-        keep = bool(op.args[2]) if len(op.args) > 2 else bool(dict(op.attrs).get("keepdim", False))
+        keep = bool(argument(op, 2, "keepdim", False))
         rank = len(w.shape(source.name)) - 1
         over = [dim % rank for dim in dims if isinstance(dim, int)]
         lifted: Arg = tuple(dim + 1 for dim in over) if isinstance(op.args[1], tuple) else over[0] + 1

@@ -34,7 +34,7 @@ from partc.passes.simplify.limits import (
     limits_or_keys,
 )
 from partc.passes.simplify.matrices import Matrix, Outer, Runs, Two, as_matrix, band, outer
-from partc.rules.rule import integers
+from partc.rules.rule import argument, integers
 from partc.rules.shapes import slice_bounds
 
 _WHOLE = 1 << 12  # the largest matrix that is evaluated element by element
@@ -371,7 +371,7 @@ class Constants:
             case _, [x] if op.name in _UNARY:
                 return _unary(op.name, x, dtype)
             case (("tril" | "triu"), [Two() as x, *_]):
-                k = next(iter(integers(op.args[1] if len(op.args) > 1 else dict(op.attrs).get("diagonal", 0))), 0)
+                k = next(iter(integers(argument(op, 1, "diagonal", 0))), 0)
                 kept = band(s, t, None, k) if op.name == "tril" else band(s, t, -k, None)
                 inside = Two(kept, torch.tensor(True), torch.tensor(False))
                 return x.with_(inside, lambda v, c: v.masked_fill(~c, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from partc.ir.operations import memory_owner
-from partc.ir.program import Arg, Op, Ref, is_change
+from partc.ir.program import Arg, Op, Ref, is_change, makers
 
 
 def changed_by(op: Op) -> Iterator[str]:
@@ -18,7 +18,7 @@ def changed_by(op: Op) -> Iterator[str]:
 
 def changed_outside(ops: Sequence[Op]) -> Iterator[str]:
     """Yield the values from before some operations that these change in place: for a view, the tensor that it shows."""
-    own = {value.name: op for op in ops for value in op.results}
+    own = makers(ops)
     for op in ops:
         for name in changed_by(op):
             changed = memory_owner(name, own)

@@ -36,27 +36,22 @@ def read(rows: SelectedRows, x: Tensor, index: Any) -> Any:
     if isinstance(first, int) and -most <= first < most:
         place = torch.tensor(first) if first >= 0 else torch.where(count + first < 0, most - 1, count + first)
         return _packed(rows, x).index_select(0, place.reshape(1))[(0, *rest)]
-    if isinstance(first, Tensor):
-        if first.dtype not in INTEGERS or first.dim() > 1 or rows.of(first) is not None:
-            return NotImplemented
+    if isinstance(first, Tensor) and first.dtype in INTEGERS and first.dim() < 2 and rows.of(first) is None:
         places = torch.where(first < 0, first + count, first).reshape(-1)
         found = _packed(rows, x).index_select(0, places)
-        return (found if first.dim() else found[0])[(slice(None), *rest) if first.dim() else tuple(rest)]
-    if not isinstance(first, slice) or first == slice(None) or first.step not in (None, 1):
-        return NotImplemented
-    start, stop = first.start or 0, first.stop
-    if not isinstance(start, int) or not isinstance(stop, int | None):
-        return NotImplemented
-    if start < 0:
-        if stop is not None or -start > most:
-            return NotImplemented
-        places = count + start + torch.arange(-start)
-        part, some = _packed(rows, x).index_select(0, places.clamp(min=0)), places >= 0
-    else:
-        stop = most if stop is None else stop
-        part = _packed(rows, x)[start:stop]
-        some = torch.arange(len(part)) < count - (start if stop >= 0 else start - stop)
-    return rows.selected(part[(slice(None), *rest)], some)
+        return found[(slice(None), *rest)] if first.dim() else found[0][tuple(rest)]
+    if isinstance(first, slice) and first != slice(None) and first.step in (None, 1):
+        match first.start or 0, first.stop:
+            case int(start), int() | None as stop if start >= 0:
+                part = _packed(rows, x)[start : most if stop is None else stop]
+                left_out = start - stop if stop is not None and stop < 0 else start
+                some = torch.arange(len(part)) < count - left_out
+                return rows.selected(part[(slice(None), *rest)], some)
+            case int(start), None if -most <= start < 0:
+                places = count + start + torch.arange(-start)
+                part, some = _packed(rows, x).index_select(0, places.clamp(min=0)), places >= 0
+                return rows.selected(part[(slice(None), *rest)], some)
+    return NotImplemented
 
 
 def joined(rows: SelectedRows, parts: Sequence[Any], dim: int) -> Any:

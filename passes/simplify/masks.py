@@ -13,8 +13,9 @@ mask: padding is a mask with one row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -135,10 +136,9 @@ def _split(
     made = constants.made
     if name not in made or len(made[name].result.type.shape) < 2 or made[name].result.type.shape[-1] < 2:
         return None
-    rest: list[Value] = []
-    shown: list[tuple[Runs, Value]] = []
-    documents: list[tuple[Value, Value]] = []
     known: Runs | None = None
+    rest: list[Value] = []  # masks with one row
+    limits: list[Callable[[LimitWriter], Attrs | None]] = []  # of conditions on the batch that are not a row
     for condition in _conditions(name, constants):
         seen = constants.seen(condition)
         if seen is not None:
@@ -146,44 +146,45 @@ def _split(
         elif (row := _one_row(condition, made)) is not None:
             rest.append(row)
         elif (either := _disjunction(condition, constants)) is not None:
-            shown.append(either)
-        elif condition in made and (pair := equal_numbers(made[condition], types)) is not None:
-            documents.append(pair)
+            limits.append(partial(limits_or_keys, *either))
+        elif condition in made and (pair := equal_numbers(made[condition], types)) and _by_example(name, made):
+            limits.append(partial(limits_of_documents, *pair))
         else:
             return None
-    of_examples = not documents or _by_example(name, made)
-    if len(shown) + len(documents) > 1 or not of_examples:
+    if len(limits) > 1 or (known is None and [row.name for row in rest] == [name]):
         return None
-    if known is None and [row.name for row in rest] == [name]:
-        return None
-    found, attrs = structured(known, writing) if not shown and not documents else (_plain(known), ())
-    if found is not None and found.chunk and (rest or not in_chunks):
-        assert known is not None
-        found, attrs = _as_limits(known, writing)
-    for runs, row in shown:
-        attrs = limits_or_keys(runs, row, writing) or ()
-    for pair in documents:
-        attrs = limits_of_documents(*pair, writing)
-    if found is None or ((shown or documents) and not attrs):
-        return None
-    while len(rest) > 1:
-        a, b, *others = rest
+    if limits:
+        found, attrs = _seen(known), limits[0](writing) or ()
+        if found is None or found.chunk or not attrs:
+            return None
+    else:
+        found, attrs = structured(known, writing, in_chunks=in_chunks and not rest)
+    return None if found is None else MaskStructure(found, _conjunction(rest, writing), attrs)
+
+
+def _conjunction(rows: Sequence[Value], writing: LimitWriter) -> str | None:
+    """The mask that is set where all masks are; None for no masks."""
+    while len(rows) > 1:
+        a, b, *others = rows
         shape = tuple(torch.broadcast_shapes(a.type.shape, b.type.shape))
         both = writing.add("__and__", shape, Ref(a.name), Ref(b.name), dtype="bool")
-        rest = [Value(name=both.name, type=TensorType.replicated("bool", shape)), *others]
-    return MaskStructure(found, rest[0].name if rest else None, attrs)
+        rows = [Value(name=both.name, type=TensorType.replicated("bool", shape)), *others]
+    return rows[0].name if rows else None
 
 
-def structured(known: Runs | None, writing: LimitWriter) -> tuple[Seen | None, Attrs]:
-    """The structure of a constant mask, or else its limits; (None, ()) if it has neither."""
-    found = Seen(causal=False, window=0) if known is None else structure(known)
-    return _as_limits(known, writing) if found is None and known is not None else (found, ())
+def structured(known: Runs | None, writing: LimitWriter, *, in_chunks: bool) -> tuple[Seen | None, Attrs]:
+    """The structure of a constant mask, or else its limits; (None, ()) if it has neither.
+
+    A mask of chunks also becomes limits, unless attention may run in chunks.
+    """
+    found = _seen(known)
+    without = found is None or (found.chunk and not in_chunks)
+    return _as_limits(known, writing) if without and known is not None else (found, ())
 
 
-def _plain(known: Runs | None) -> Seen | None:
-    """The structure of a constant mask without limits."""
-    found = Seen(causal=False, window=0) if known is None else structure(known)
-    return None if found is None or found.chunk else found
+def _seen(known: Runs | None) -> Seen | None:
+    """The structure of a constant mask without limits; None if it has no such structure."""
+    return Seen(causal=False, window=0) if known is None else structure(known)
 
 
 def _as_limits(known: Runs, writing: LimitWriter) -> tuple[Seen | None, Attrs]:

@@ -91,7 +91,7 @@ class _Reading:
         if read is None:
             return []
         writing = LimitWriter(taken, weights.softmax.source)
-        shape, limits = structured(read.seen, writing)
+        shape, limits = structured(read.seen, writing, in_chunks=True)
         q, transposed, v = *read.product.args[:2], op.args[1]
         if shape is None or shape.chunk or (limits and read.bias):
             return []

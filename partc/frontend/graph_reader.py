@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from partc.frontend.repeats.copies import RepeatedOps
 from partc.frontend.returned_operands import returned
 from partc.frontend.selections.selection_tests import TESTED
 from partc.frontend.state.generator_states import KEPT, RETURNED, idle_states
-from partc.frontend.strided_views import windows
+from partc.frontend.strided_views import Windows, windows
 from partc.ir.gradients import reached
 from partc.ir.naming import unique, unreserved
 from partc.ir.operations import memory_owner
@@ -219,49 +220,43 @@ class GraphReader:
         raise InternalError("a graph without an output")
 
     def _node(self, node: fx.Node, module: fx.GraphModule) -> None:
-        if node.target is operator.getitem:
-            return
         name = _name(node)
-        if name in _DROPPED or _is_unread(node):
+        if node.target is operator.getitem or name in _DROPPED or _is_unread(node):
             return
         if name == MODULE_MARK:
             self._mark(node)
-            return
-        if name == RANDOM_BRANCH:
-            test, number, outcome, of_values = node.args
-            self.branches.append(RandomBranch(
-                test=self._names[test],  # type: ignore[index]
-                number=number,  # type: ignore[arg-type]
-                outcome=bool(outcome), of_values=bool(of_values), position=len(self._ops), source=source_of(node),
-            ))  # fmt: skip
-            return
-        if name == WIDE_MARK:
+        elif name == RANDOM_BRANCH:
+            self._branch(node)
+        elif name == WIDE_MARK:
             self._wide += 1 if node.args[1] else -1
-            return
-        if name in (KEPT, RETURNED) and node.args[1] in self._idle:
-            return
-        if name in (TESTED, KEPT, RETURNED):
-            self._add(name, tuple(map(self._arg, node.args)), (), (), source_of(node))
-            return
-        if name in _INLINED:
+        elif name in (TESTED, KEPT, RETURNED):
+            if name == TESTED or node.args[1] not in self._idle:
+                self._add(name, tuple(map(self._arg, node.args)), (), (), source_of(node))
+        elif name in _INLINED:
             self._inline(node, module)
-            return
-        if name == "hook_gradient":
+        elif name == "hook_gradient":
             self._hook(node)
-            return
-        if name == "as_strided" and self._is_windows(node):
-            return
-        if is_complex(node, name):
+        elif (found := _windows(node) if name == "as_strided" else None) is not None:
+            self._read_windows(node, found)
+        elif is_complex(node, name):
             self._of_pairs(node, name)
-            return
-        try:
+        else:
+            self._operation(node, name)
+
+    def _branch(self, node: fx.Node) -> None:
+        test, number, outcome, of_values = node.args
+        self.branches.append(RandomBranch(
+            test=self._names[test],  # type: ignore[index]
+            number=number,  # type: ignore[arg-type]
+            outcome=bool(outcome), of_values=bool(of_values), position=len(self._ops), source=source_of(node),
+        ))  # fmt: skip
+
+    def _operation(self, node: fx.Node, name: str) -> None:
+        with _errors_at(node):
             self._check(node, name)
             results = self._results(node)
             args = tuple(self._arg(arg) for arg in node.args)
             attrs = {key: self._arg(arg) for key, arg in node.kwargs.items() if key not in _IGNORED}
-        except PartcError as error:
-            error.source = error.source or source_of(node)
-            raise
         if name in _VIEWS_OR_COPIES and not attrs:
             name, args = _as_view(node, name, args, results[0].type)
         out = attrs.pop("out", None)
@@ -272,22 +267,8 @@ class GraphReader:
         self._add(name, args, tuple(attrs.items()), (made,), source_of(node))
         self._add("copy_", (out, Ref(made.name)), (), results, source_of(node))
 
-    def _is_windows(self, node: fx.Node) -> bool:
-        """Rewrite `as_strided` that reads overlapping windows of rows. Raises PartcError P0206 for other strided
-        reads.
-        """
-        given, size, stride, *offset = node.args
-        assert isinstance(given, fx.Node)
-        x: Tensor = given.meta["val"]
-        found = windows(x, size, stride, offset[0] if offset else node.kwargs.get("storage_offset"))  # type: ignore[arg-type]
-        if found is None:
-            if not x.is_contiguous():
-                raise untraced(
-                    "as_strided reads a tensor whose elements are not in order",
-                    help="use views, unfold or index; or call .contiguous() first",
-                    source=source_of(node),
-                )
-            return False
+    def _read_windows(self, node: fx.Node, found: Windows) -> None:
+        """Replace `as_strided` by operations that read overlapping windows of rows."""
         dim, dims = found.dim, len(found.shape)
         kept = (*found.shape[:dim], (found.shape[dim] - found.size) // found.step + 1, *found.shape[dim + 1 :])
         order = (*range(dim + 1), dims, *range(dim + 1, dims))
@@ -297,7 +278,8 @@ class GraphReader:
             ("slice", (dim, 0, found.count, 1), (*kept[:dim], found.count, *kept[dim + 1 :], found.size)),
             ("permute", (order,), tuple(node.meta["val"].shape)),
         )
-        dtype = tensor_type(x, "an operand").dtype
+        given = node.all_input_nodes[0]
+        dtype = tensor_type(given.meta["val"], "an operand").dtype
         made = self._names[given]
         for name, args, shape in steps:
             result = node.name if name == "permute" else unique(f"{node.name}_{name}", self._taken)
@@ -305,7 +287,6 @@ class GraphReader:
             self._add(name, (Ref(made), *args), (), (value,), source_of(node))
             made = result
         self._names[node] = made
-        return True
 
     def _mark(self, node: fx.Node) -> None:
         """Replace the empty outputs of a call that was not traced by copies of its record's operations."""
@@ -449,11 +430,8 @@ class GraphReader:
 
     def _of_pairs(self, node: fx.Node, name: str) -> None:
         """Replace an operation on complex numbers by operations on pairs of real ones."""
-        try:
+        with _errors_at(node):
             body = real_operations(node, name)
-        except PartcError as error:
-            error.source = error.source or source_of(node)
-            raise
         places = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
         for inner, outer in zip(places, node.all_input_nodes, strict=True):
             self._names[inner] = self._names[outer]
@@ -511,6 +489,34 @@ class GraphReader:
         if isinstance(arg, torch.device | torch.layout | torch.memory_format):
             return None
         raise InternalError(f"an operation's argument has no place in the IR: {arg!r}")
+
+
+@contextmanager
+def _errors_at(node: fx.Node) -> Iterator[None]:
+    """Errors without a source get that of the node."""
+    try:
+        yield
+    except PartcError as error:
+        error.source = error.source or source_of(node)
+        raise
+
+
+def _windows(node: fx.Node) -> Windows | None:
+    """The overlapping windows of rows that `as_strided` reads; None for other reads, which need a contiguous tensor.
+
+    Raises PartcError P0206.
+    """
+    given, size, stride, *offset = node.args
+    assert isinstance(given, fx.Node)
+    x: Tensor = given.meta["val"]
+    found = windows(x, size, stride, offset[0] if offset else node.kwargs.get("storage_offset"))  # type: ignore[arg-type]
+    if found is None and not x.is_contiguous():
+        raise untraced(
+            "as_strided reads a tensor whose elements are not in order",
+            help="use views, unfold or index; or call .contiguous() first",
+            source=source_of(node),
+        )
+    return found
 
 
 def _as_view(node: fx.Node, name: str, args: tuple[Arg, ...], made: TensorType) -> tuple[str, tuple[Arg, ...]]:

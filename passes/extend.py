@@ -344,27 +344,28 @@ class _LongerRegion:
 
     def _extended(self, name: str, base: str, dim: int) -> str:
         """The value with its last position repeated."""
-        outer, extent = self.found.places[base, dim]
-        type = self._type(name)
-        shape, apart = list(type.shape), self._with_sequence_dim(type.shape, dim, outer, extent.true)
-        inner = dim if apart == shape else dim + 1
-        here = name if apart == shape else self._add(f"{base}_apart", "reshape", (Ref(name), tuple(apart)), type, apart)
-        one = [*apart[:inner], 1, *apart[inner + 1 :]]
-        last = self._add(f"{base}_last", "slice", (Ref(here), inner, extent.true - 1, extent.true, 1), type, one)
-        many = [*apart[:inner], extent.whole - extent.true, *apart[inner + 1 :]]
+        type, (_, (true, whole)) = self._type(name), self.found.places[base, dim]
+        here, inner = self._apart(name, base, dim, true)
+        shape = self._type(here).shape
+        one, many, every = ([*shape[:inner], n, *shape[inner + 1 :]] for n in (1, whole - true, whole))
+        last = self._add(f"{base}_last", "slice", (Ref(here), inner, true - 1, true, 1), type, one)
         more = self._add(f"{base}_more", "expand", (Ref(last), tuple(many)), type, many)
-        whole = [*apart[:inner], extent.whole, *apart[inner + 1 :]]
-        made = self._add(f"{base}{EXTENDED}", "cat", ((Ref(here), Ref(more)), inner), type, whole)
-        if apart == shape:
-            return made
-        shape[dim] = shape[dim] // extent.true * extent.whole
-        return self._add(f"{base}{EXTENDED}", "reshape", (Ref(made), tuple(shape)), type, shape)
+        made = self._add(f"{base}{EXTENDED}", "cat", ((Ref(here), Ref(more)), inner), type, every)
+        return made if here == name else self._joined(made, f"{base}{EXTENDED}", type, dim, inner)
 
-    def _with_sequence_dim(self, shape: Sequence[int], dim: int, outer: int, size: int) -> list[int]:
-        """The shape with the sequence as a separate dimension."""
-        if shape[dim] == size:
-            return list(shape)
-        return [*shape[:dim], outer, size, shape[dim] // (outer * size), *shape[dim + 1 :]]
+    def _apart(self, name: str, base: str, dim: int, size: int) -> tuple[str, int]:
+        """The value with its sequence of `size` positions as a separate dimension, and this dimension."""
+        type, (outer, _) = self._type(name), self.found.places[base, dim]
+        if type.shape[dim] == size:
+            return name, dim
+        shape = [*type.shape[:dim], outer, size, type.shape[dim] // (outer * size), *type.shape[dim + 1 :]]
+        return self._add(f"{base}_apart", "reshape", (Ref(name), tuple(shape)), type, shape), dim + 1
+
+    def _joined(self, name: str, word: str, like: TensorType, dim: int, inner: int) -> str:
+        """The value with its sequence, dimension `inner`, merged back into dimension `dim`."""
+        size = math.prod(self._type(name).shape[dim : inner + 2])
+        shape = [*like.shape[:dim], size, *like.shape[dim + 1 :]]
+        return self._add(word, "reshape", (Ref(name), tuple(shape)), like, shape)
 
     def _form(self, name: str, dims: frozenset[int]) -> str:
         """The form of a value in which exactly the dimensions `dims` are extended."""
@@ -378,17 +379,12 @@ class _LongerRegion:
 
     def _without_added(self, name: str, base: str, dim: int) -> str:
         """The value without the added positions of a dimension."""
-        outer, extent = self.found.places[base, dim]
-        type = self._type(name)
-        shape, apart = list(type.shape), self._with_sequence_dim(type.shape, dim, outer, extent.whole)
-        inner = dim if apart == shape else dim + 1
-        here = name if apart == shape else self._add(f"{base}_apart", "reshape", (Ref(name), tuple(apart)), type, apart)
-        kept = [*apart[:inner], extent.true, *apart[inner + 1 :]]
-        made = self._add(f"{base}_true", "slice", (Ref(here), inner, 0, extent.true, 1), type, kept)
-        if apart == shape:
-            return made
-        shape[dim] = shape[dim] // extent.whole * extent.true
-        return self._add(f"{base}_true", "reshape", (Ref(made), tuple(shape)), type, shape)
+        type, (_, (true, whole)) = self._type(name), self.found.places[base, dim]
+        here, inner = self._apart(name, base, dim, whole)
+        shape = self._type(here).shape
+        kept = [*shape[:inner], true, *shape[inner + 1 :]]
+        made = self._add(f"{base}_true", "slice", (Ref(here), inner, 0, true, 1), type, kept)
+        return made if here == name else self._joined(made, f"{base}_true", type, dim, inner)
 
     def _zeroed(self, name: str, dim: int, outer: int, extent: Extent) -> str:
         """The value with zeros at added positions."""

@@ -110,9 +110,8 @@ class _Counting:
                 bias, count = routed.pop(product.chosen)
                 rows = same.get(product.rows, product.rows)
                 same[product.rows] = self._with_load(rows, bias, product.chosen, count)
-            w.keep(replace(op.renamed(same), results=op.results))
-        outputs = tuple(same.get(name, name) for name in self._graph.outputs)
-        return replace(self._graph, ops=tuple(w.ops), outputs=outputs)
+            w.keep(op.with_operands(same))
+        return self._graph.rewritten(w.ops, same)
 
     def _routed(self) -> dict[str, tuple[str, int]]:
         """Map each choice of experts to its bias and the number of experts."""

@@ -81,7 +81,7 @@ def _bounded(region: Region, found: Capacity, batch: int, *, travel: bool) -> Re
             args = (Ref(kept[chosen]), Ref(chosen), Ref(none))
             taken[chosen] = w.add("where", args, w.shape(chosen), w.types[chosen].dtype, f"{chosen}_taken")
         if product or (travel and op.name == "index"):
-            op = replace(op.renamed(taken), results=op.results)
+            op = op.with_operands(taken)
         bounded = ends.get(op.result.name) if len(op.results) == 1 else None
         if bounded not in kept:
             w.keep(op)

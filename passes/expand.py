@@ -42,7 +42,7 @@ def _expanded(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> G
     ops: list[Op] = []
     same: dict[str, str] = {}
     for op in graph.ops:
-        op = replace(op.renamed(same), results=op.results)
+        op = op.with_operands(same)
         rewrite = _REWRITES.get(op.name)
         if op.name in _NO_MOVEMENT:
             same[op.result.name] = next(op.refs())
@@ -50,7 +50,7 @@ def _expanded(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> G
             ops.extend(rewrite(op, types, sizes))
         else:
             ops.append(op)
-    return replace(graph, ops=tuple(ops), outputs=tuple(same.get(name, name) for name in graph.outputs))
+    return graph.rewritten(ops, same)
 
 
 def _same_movement(name: str) -> Callable[[Op, Mapping[str, TensorType], Sizes], tuple[Op, ...]]:

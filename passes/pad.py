@@ -143,7 +143,7 @@ class _Padding:
                     if self._is_loss(op, name):
                         op = replace(op, args=(Ref(self._masked(name, op, masked, ops)), *op.args[1:]))
                     else:
-                        op = replace(op.renamed({name: self._sliced(name, op, slices, ops)}), results=op.results)
+                        op = op.with_operands({name: self._sliced(name, op, slices, ops)})
             ops.append(self._widened(op))
         params = tuple(
             replace(value, type=_wider(value.type, 0, self.padded[value.name])) if value.name in self.padded else value

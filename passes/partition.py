@@ -237,8 +237,7 @@ def _with_plain_names(region: Region) -> Region:
         plain = op.result.name == f"{source}_sum" and f"{source}_partial" not in graph.definitions()
         if alone and plain:
             names[source], names[op.result.name] = f"{source}_partial", source
-    outputs = tuple(names.get(name, name) for name in graph.outputs)
-    return replace(region, forward=replace(graph, ops=tuple(op.renamed(names) for op in graph.ops), outputs=outputs))
+    return replace(region, forward=graph.rewritten((op.renamed(names) for op in graph.ops), names))
 
 
 def _with_biases(region: Region) -> Region:

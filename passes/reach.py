@@ -107,8 +107,7 @@ class _Counters:
             for inside, given in at.get(id(op), ()):
                 self._same[value] = self._counting(self._same.get(value, value), inside, given)
             self._write(op)
-        outputs = tuple(self._same.get(name, name) for name in graph.outputs)
-        forward = replace(graph, ops=tuple(w.ops), outputs=outputs).without_dead()
+        forward = graph.rewritten(w.ops, self._same).without_dead()
         (call,), added = self._program.calls, [item for _, item in counters.values()]
         params = [Value(name=inside, type=item.type) for inside, item in counters.values()]
         return replace(
@@ -216,7 +215,7 @@ class _Counters:
         self._late.remove(id(op))
         for name in op.refs():
             self._write(self._makers.get(name))
-        self._writer.keep(replace(op.renamed(self._same), results=op.results))
+        self._writer.keep(op.with_operands(self._same))
 
     def _counts(self, alone: Sequence[str], counter: str) -> str:
         """The counts as one tensor, in the type of the counter."""

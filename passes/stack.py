@@ -143,8 +143,6 @@ def _with_stack(region: Region, found: _SideBySide) -> Region:
     )
     names = {found.result: found.name}
     ops = tuple(
-        replace(op.renamed(names), results=op.results)
-        for op in region.forward.ops
-        if not (op.results and op.results[0].name in found.dropped)
+        op.with_operands(names) for op in region.forward.ops if not (op.results and op.results[0].name in found.dropped)
     )
     return replace(region, params=params, forward=replace(region.forward, ops=ops))

@@ -165,7 +165,7 @@ def without_own_gradients(graph: Graph) -> Graph:
             ]
             continue
         attrs = tuple((key, without_own_gradients(x) if isinstance(x, Graph) else x) for key, x in op.attrs)
-        ops.append(replace(op.renamed(same), results=op.results, attrs=attrs))
+        ops.append(replace(op.with_operands(same), attrs=attrs))
     return replace(graph, ops=tuple(ops)).without_dead() if tuple(ops) != graph.ops else graph
 
 

@@ -172,6 +172,10 @@ class Op:
         body = tuple(op.renamed(names) for op in self.body)
         return replace(self, args=args, attrs=attrs, results=results, body=body)
 
+    def with_operands(self, names: Mapping[str, str]) -> Op:
+        """The same operation on operands of other names; its results keep their names."""
+        return replace(self.renamed(names), results=self.results)
+
     @property
     def content(self) -> tuple[object, ...]:
         """The operation without the names of its results and its source: equal operations have equal contents."""
@@ -255,6 +259,10 @@ class Graph:
     @cached_property
     def _readers(self) -> Mapping[str, Sequence[Op]]:
         return readers(self.ops)
+
+    def rewritten(self, ops: Iterable[Op], same: Mapping[str, str]) -> Graph:
+        """The graph with other operations. `same` maps values to equal ones, which the graph returns in their place."""
+        return replace(self, ops=tuple(ops), outputs=tuple(same.get(name, name) for name in self.outputs))
 
     def without_dead(self) -> Graph:
         """The graph without the operations that no output depends on."""

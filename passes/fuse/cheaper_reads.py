@@ -66,7 +66,7 @@ class _Reads:
         ops: list[Op] = []
         for index, op in enumerate(self.graph.ops):
             ops += inserted.get(index, ())
-            ops.append(replace(op.renamed(renamed[index]), results=op.results) if index in renamed else op)
+            ops.append(op.with_operands(renamed[index]) if index in renamed else op)
         return replace(self.graph, ops=tuple(ops))
 
     def _apart(self, index: int) -> bool:

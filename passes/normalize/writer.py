@@ -117,7 +117,7 @@ def with_dtypes(w: Writer, op: Op) -> Op:
         value = w.value(f"{name}_{result.dtype}", w.types[name].shape, result.dtype)
         w.add(op, "to", (Ref(name), DTypeArg(result.dtype)), value)
         cast[name] = value.name
-    return replace(op.renamed(cast), results=op.results)
+    return op.with_operands(cast)
 
 
 @cache

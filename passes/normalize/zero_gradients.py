@@ -27,12 +27,11 @@ def with_zero_gradients(region: Region, places: Mapping[str, Sequence[str]]) -> 
     same = {name: _with_zeros(w, name, places[name]) for name in given}
     for op in graph.ops:
         w.source = op.source
-        w.keep(replace(op.renamed(same), results=op.results))
+        w.keep(op.with_operands(same))
         for value in op.results:
             if value.name in places:
                 same[value.name] = _with_zeros(w, value.name, places[value.name])
-    outputs = tuple(same.get(name, name) for name in graph.outputs)
-    return replace(region, forward=replace(graph, ops=tuple(w.ops), outputs=outputs))
+    return replace(region, forward=graph.rewritten(w.ops, same))
 
 
 def _with_zeros(w: RowWriter, value: str, params: Sequence[str]) -> str:

@@ -265,7 +265,7 @@ class _Selections:
             if name == rows or name not in self.read:
                 chosen = w.reshape(found[0], (w.shape(name)[0],), f"{name}_mask")
                 safe[name] = w.only(name, 0, chosen, f"{name}_kept")
-        w.keep(replace(op.renamed(safe), results=op.results))
+        w.keep(op.with_operands(safe))
         return True
 
     def _last(self, mask: str, dims: Sequence[int], stem: str) -> str:
@@ -306,7 +306,7 @@ class _Selections:
                 chosen = w.reshape(mask, (w.shape(name)[dim],), f"{name}_mask")
                 safe[name] = w.only(name, dim, chosen, f"{name}_kept")
                 self.rows[safe[name]] = mask, dim
-        return replace(op.renamed(safe), results=op.results) if safe else op
+        return op.with_operands(safe) if safe else op
 
     def _row_by_row(self, op: Op) -> None:
         op = self._in_range(op)
@@ -345,7 +345,7 @@ def _merged(graph: Graph) -> Graph:
     types = graph.types()
     ops: list[Op] = []
     for op in graph.ops:
-        op = replace(op.renamed(same), results=op.results)
+        op = op.with_operands(same)
         _take_columns(op, types, joined, shaped)
         if op.name == "reshape" and not op.result.type.differentiable:
             first = next(op.refs())
@@ -365,7 +365,7 @@ def _merged(graph: Graph) -> Graph:
                     same.update(pairs)
                     continue
         ops.append(op)
-    return replace(graph, ops=tuple(ops), outputs=tuple(same.get(name, name) for name in graph.outputs))
+    return graph.rewritten(ops, same)
 
 
 def _take_columns(

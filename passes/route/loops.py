@@ -61,13 +61,13 @@ def _without_never(graph: Graph, params: Mapping[str, TensorType]) -> Graph:
     same: dict[str, str] = {}
     ops: list[Op] = []
     for op in graph.ops:
-        op = replace(op.renamed(same), results=op.results)
+        op = op.with_operands(same)
         write = write_of(op, lift.makers)
         if write is not None and write.into not in lift.makers[write.places[0]].refs() and lift.never(write.places[0]):
             same[op.result.name] = write.into
         else:
             ops.append(op)
-    return replace(graph, ops=tuple(ops), outputs=tuple(same.get(name, name) for name in graph.outputs))
+    return graph.rewritten(ops, same)
 
 
 class NotEqualError(Exception):

@@ -25,7 +25,7 @@ from partc.ir.attention import FORWARD
 from partc.ir.gradients import trainable_params
 from partc.ir.naming import unique
 from partc.ir.operations import RANDOM
-from partc.ir.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.program import Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.passes.simplify.cut_off import with_cut_off_parameters
 from partc.passes.simplify.decided import decided_masks
 from partc.passes.simplify.idioms import IDIOMS
@@ -75,11 +75,6 @@ def _simplified(region: Region) -> Region:
     return region
 
 
-def _rebuilt(region: Region, ops: list[Op], same: Mapping[str, str]) -> Region:
-    outputs = tuple(same.get(name, name) for name in region.forward.outputs)
-    return replace(region, forward=Graph(inputs=region.forward.inputs, ops=tuple(ops), outputs=outputs))
-
-
 def _one_row(region: Region) -> Region:
     """Reduce values that are equal along their first dimension to one row if every reader broadcasts."""
     types = region.types(region.forward)
@@ -104,12 +99,12 @@ def _one_row(region: Region) -> Region:
         elif rows and len(op.results) == 1 and _keeps_rows(op, types, small):
             row(op.renamed(small), _with_one_row(op, small))
         elif rows and (is_elementwise(op.name) or op.name in FORWARD):
-            narrowed = replace(op.renamed(small), results=op.results)
+            narrowed = op.with_operands(small)
             if _broadcasts(narrowed, types):
                 ops.append(narrowed)
                 continue
         ops.append(op)
-    return _rebuilt(region, ops, {})
+    return replace(region, forward=replace(region.forward, ops=tuple(ops)))
 
 
 def _narrow(op: Op, types: Mapping[str, TensorType]) -> tuple[int, ...] | None:
@@ -160,7 +155,7 @@ def _short_chains(region: Region) -> Region:
     same: dict[str, str] = {}
     ops = []
     for op in region.forward.ops:
-        op = replace(op.renamed(same), results=op.results)
+        op = op.with_operands(same)
         if op.name == "reshape":
             base = next(op.refs())
             while base in made and made[base].name == "reshape":
@@ -174,7 +169,7 @@ def _short_chains(region: Region) -> Region:
             op = replace(op, args=(Ref(base), *op.args[1:]))
         made.update((value.name, op) for value in op.results)
         ops.append(op)
-    return _rebuilt(region, ops, same)
+    return replace(region, forward=region.forward.rewritten(ops, same))
 
 
 def _merged(region: Region) -> Region:
@@ -195,7 +190,7 @@ def _merged(region: Region) -> Region:
     same: dict[str, str] = {}
     ops = []
     for op in region.forward.ops:
-        op = replace(op.renamed(same), results=op.results)
+        op = op.with_operands(same)
         module = op.module
         unfed, plain = fed.isdisjoint(op.refs()), op.name not in RANDOM and not op.body
         if (unfed or plain) and kept.isdisjoint(value.name for value in op.results):
@@ -211,4 +206,4 @@ def _merged(region: Region) -> Region:
         if not plain or not weighted.isdisjoint(op.refs()):
             weighted.update(made)
         ops.append(op)
-    return _rebuilt(region, ops, same)
+    return replace(region, forward=region.forward.rewritten(ops, same))

@@ -31,7 +31,7 @@ def decided_masks(region: Region) -> Region:
     same: dict[str, str] = {}
     ops: list[Op] = []
     for op in region.forward.ops:
-        op = replace(op.renamed(same), results=op.results)
+        op = op.with_operands(same)
         call = BoundedCall(op, types, known, makers)
         known |= bounds_of(call)
         left = _simpler(call, learned)
@@ -43,8 +43,7 @@ def decided_masks(region: Region) -> Region:
         if op.name != "detach" and not learned.isdisjoint(op.refs()):
             learned.update(value.name for value in op.results if value.type.differentiable)
         ops.append(op)
-    outputs = tuple(same.get(name, name) for name in region.forward.outputs)
-    return replace(region, forward=replace(region.forward, ops=tuple(ops), outputs=outputs))
+    return replace(region, forward=region.forward.rewritten(ops, same))
 
 
 def _simpler(call: BoundedCall, learned: set[str]) -> str | Op | None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from partc import fuel
-from partc.ir.program import Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value
+from partc.ir.program import Arg, DTypeArg, Op, Ref, Region, TensorType, Value
 from partc.passes.route.rows import RowWriter, dims_of_rows
 from partc.passes.route.writes import Distinct
 
@@ -53,8 +53,7 @@ def unsorted_experts(region: Region) -> Region:
                 rest += reversed(attempt.ops)
                 continue
         ops.append(op)
-    outputs = tuple(same.get(name, name) for name in graph.outputs)
-    return replace(region, forward=Graph(inputs=graph.inputs, ops=tuple(ops), outputs=outputs))
+    return replace(region, forward=graph.rewritten(ops, same))
 
 
 def numbered_groups(region: Region) -> Region:
@@ -97,7 +96,7 @@ def _reading(same: Mapping[str, str], op: Op) -> Op:
     """The operation with renamed operands; most have none."""
     if same.keys().isdisjoint(op.refs()):
         return op
-    return replace(op.renamed(same), results=op.results)
+    return op.with_operands(same)
 
 
 def _descends(op: Op) -> bool:
@@ -188,7 +187,7 @@ class _Unsorting:
         if op.name == "index_put":
             return self._put_in_place(op)
         if op.name == "empty_like":  # reads no rows
-            self.ops.append(replace(op.renamed(self.rows), results=op.results))
+            self.ops.append(op.with_operands(self.rows))
             return True
         return self._row_by_row(op)
 
@@ -407,7 +406,7 @@ class _Unsorting:
         dims = dims_of_rows(op, self.types, [0 if name in self.rows else None for name in names])
         if dims is None or any(dims):
             return False
-        self._keep(replace(op.renamed(self.rows), results=op.results))
+        self._keep(op.with_operands(self.rows))
         return True
 
     def _keep(self, op: Op) -> None:

@@ -285,7 +285,7 @@ class _JoinedOutcomes:
         names = {its: mine for its, mine in names.items() if its not in behind}
         self._ops.extend(usual[:count])
         self._usual = usual[count:], usual_outputs
-        renamed = [self._program.added(replace(op.renamed(names), results=op.results)) for op in other[count:]]
+        renamed = [self._program.added(op.with_operands(names)) for op in other[count:]]
         self._other = renamed, tuple(names.get(name, name) for name in other_outputs)
 
     def _pairs(self, shared: int) -> dict[tuple[str, str], str | None] | int:
@@ -339,7 +339,7 @@ class _JoinedOutcomes:
                 continue
             still = self._op("detach", name, f"{name}_still", type)
             gates[name] = self._where(*((name, still) if usual else (still, name)), f"{name}_gated")
-        self._ops.extend(self._program.added(replace(op.renamed(gates), results=op.results)) for op in ops)
+        self._ops.extend(self._program.added(op.with_operands(gates)) for op in ops)
 
     def _memory(self, name: str) -> str:
         """A value whose memory a branch changes; of a parameter or buffer, without its gradient."""

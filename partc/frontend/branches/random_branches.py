@@ -346,7 +346,7 @@ class _JoinedGraph:
 
     def _write(self, ops: Iterable[Op], names: Mapping[str, str]) -> None:
         """Write operations that read values under these names."""
-        self._ops.extend(replace(op.renamed(names), results=op.results) for op in ops)
+        self._ops.extend(op.with_operands(names) for op in ops)
 
     def _write_both(self, branch: int, ops: Sequence[Op]) -> None:
         """Write the operations of both outcomes of a branch (`ops` are those of this trace), then the choices."""

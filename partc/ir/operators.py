@@ -290,57 +290,14 @@ def _define_composites() -> None:
         lambda g, a, r: _norm_gradients(_ops.layer_norm_backward(g[0], a[0], a[1], a[2], r[1], r[2]), a),
     )
     _operator(
-        "attention_backward",
-        "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, bool is_causal, float? scale,"
-        " int window=0, str rows='', str ring='', Tensor? limits=None, Tensor? keys=None, int[] reads=[])"
-        " -> (Tensor, Tensor, Tensor)",
-        lambda g, q, k, v, *_: (_empty_like(q), _empty_like(k), _empty_like(v)),
-    )
-    _operator(
-        "attention_bias_backward",
-        "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, bool is_causal, float? scale,"
-        " int window=0, str rows='', str ring='', Tensor? limits=None, Tensor? keys=None, int[] reads=[])"
-        " -> (Tensor, Tensor, Tensor, Tensor)",
-        lambda g, q, k, v, mask, *_: (_empty_like(q), _empty_like(k), _empty_like(v), mask.new_empty(mask.shape)),
-    )
-    _operator(
-        "attention",
-        "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, int window=0, str rows='',"
-        " str ring='', Tensor? sinks=None, Tensor? limits=None, Tensor? keys=None, int[] reads=[]) -> (Tensor, Tensor)",
-        _attention_shapes,
-        lambda g, a, r: _attention_gradients(
-            _ops.attention_bias_backward if _is_learned(a[3]) else _ops.attention_backward,
-            *(g[0], a, r, _position(_ops.attention, "sinks")),
-        ),
-    )
-    _operator(
         "attention_sinks_backward",
         "(Tensor g, Tensor out, Tensor lse, Tensor own) -> Tensor",
         lambda g, out, lse, own: _empty_like(own),
     )
-    drops = "bool is_causal, float? scale, int window, float p, int number, str rows='', str ring='', str order=''"
-    read = "Tensor? limits=None, Tensor? keys=None, int[] reads=[]"
-    _operator(
-        "attention_dropout_backward",
-        f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, {drops}, {read})"
-        " -> (Tensor, Tensor, Tensor)",
-        lambda g, q, k, v, *_: (_empty_like(q), _empty_like(k), _empty_like(v)),
-    )
-    _operator(
-        "attention_dropout_bias_backward",
-        f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, {drops}, {read})"
-        " -> (Tensor, Tensor, Tensor, Tensor)",
-        lambda g, q, k, v, mask, *_: (_empty_like(q), _empty_like(k), _empty_like(v), mask.new_empty(mask.shape)),
-    )
-    _operator(
-        "attention_dropout",
-        f"(Tensor q, Tensor k, Tensor v, Tensor? mask, {drops}, Tensor? sinks=None, {read}) -> (Tensor, Tensor)",
-        _attention_shapes,
-        lambda g, a, r: _attention_gradients(
-            _ops.attention_dropout_bias_backward if _is_learned(a[3]) else _ops.attention_dropout_backward,
-            *(g[0], a, r, _position(_ops.attention_dropout, "sinks")),
-        ),
-    )
+    how = "bool is_causal, float? scale, int window"
+    rows = "str rows='', str ring=''"
+    _define_attention("attention", f"{how}=0, {rows}")
+    _define_attention("attention_dropout", f"{how}, float p, int number, {rows}, str order=''")
     _operator(
         "embedding_shard_backward",
         "(Tensor g, Tensor ids, int rows, int padding, str axis) -> Tensor",
@@ -365,6 +322,32 @@ def _define_composites() -> None:
         "(Tensor x, Tensor labels, Tensor? w, int ignore, float smoothing, str axis) -> (Tensor, Tensor)",
         lambda x, *_: (x.new_empty(x.shape[:-1]), x.new_empty(x.shape[:-1])),
         lambda g, a, r: [_ops.cross_entropy_backward(g[0], a[0], a[1], r[1], *a[2:])],
+    )
+
+
+def _define_attention(name: str, options: str) -> None:
+    """Attention, and its derivatives without and with that of the mask."""
+    read = "Tensor? limits=None, Tensor? keys=None, int[] reads=[]"
+    _operator(
+        f"{name}_backward",
+        f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, {options}, {read})"
+        " -> (Tensor, Tensor, Tensor)",
+        lambda g, q, k, v, *_: (_empty_like(q), _empty_like(k), _empty_like(v)),
+    )
+    _operator(
+        f"{name}_bias_backward",
+        f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, {options}, {read})"
+        " -> (Tensor, Tensor, Tensor, Tensor)",
+        lambda g, q, k, v, mask, *_: (_empty_like(q), _empty_like(k), _empty_like(v), mask.new_empty(mask.shape)),
+    )
+    backward, bias_backward = getattr(_ops, f"{name}_backward"), getattr(_ops, f"{name}_bias_backward")
+    _operator(
+        name,
+        f"(Tensor q, Tensor k, Tensor v, Tensor? mask, {options}, Tensor? sinks=None, {read}) -> (Tensor, Tensor)",
+        _attention_shapes,
+        lambda g, a, r: _attention_gradients(
+            bias_backward if _is_learned(a[3]) else backward, g[0], a, r, _position(getattr(_ops, name), "sinks")
+        ),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -130,6 +130,17 @@ def _option(name: str, help: str, *, flag: str = "", **how: Any) -> Callable[[Co
     return click.option(flag or f"--{name.replace('_', '-')}", name, help=help, **how)
 
 
+def _adding(options: Sequence[Callable[[Command], Command]]) -> Callable[[Command], Command]:
+    """A decorator that adds options to a command, in this order."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
 def compile_options(required: bool) -> Callable[[Command], Command]:
     """A decorator that adds the compile options to a command."""
     options = [
@@ -241,13 +252,7 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
         ),
         _option("shard", "pin a layout: '*.wq.weight=[@tp, _]', 't.weight=whole'", metavar="GLOB=LAYOUT"),
     ]
-
-    def decorate(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
+    return _adding(options)
 
 
 # The options of a plan's search, in addition to the model's own.
@@ -276,13 +281,7 @@ def automatic_options(*, batch: bool = True) -> Callable[[Command], Command]:
                 help="the batch of a step: 512, '4M tokens', 4Mtok; M is 2^20",
             )
         ]
-
-    def decorate(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
+    return _adding(options)
 
 
 def memory(name: str, given: Mapping[str, Any]) -> tuple[Account, Mesh]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 
 RECOMPUTE = ("none", "selective", "full")  # ways of recomputing with a name of their own
-MOST_EQUAL = 10**6  # the most stages that one `*` may stand for
 
 
 def expanded(text: str, separator: str) -> list[str]:

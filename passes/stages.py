@@ -59,20 +59,7 @@ def stages(
             help="check the batch's sizes: the mean over no elements, for example, is not a number",
         )
     if held_by is None and count > len(runs):
-        shared = _inseparable(program)
-        buffer = max(shared, key=lambda name: len(shared[name]), default="")
-        users = [call.name for call in main if call.name in shared.get(buffer, ())]
-        updates = dict(program.updates)
-        why = "which forward changes" if buffer in updates else "the numbers of rows that reach their parameters"
-        most = f"pp={len(runs)} or less" if len(runs) > 1 else "pp=1"
-        because = f"; {users[0]} to {users[-1]} share {buffer}, {why}" if users else ""
-        raise PartcError(
-            "P0403",
-            f"{count} pipeline stages need as many calls, and there {'are' if len(runs) > 1 else 'is'} {len(runs)}",
-            help=f"use {'fewer stages' if own else most};"
-            f" the calls are {', '.join(call.name for call in main[:8])}{because}",
-            source=program.source_of(updates[buffer]) if buffer in updates else None,
-        )
+        raise _too_many_stages_error(program, main, count, len(runs), "fewer stages" if own else "")
     if held_by is None:
         cut = (
             _given_cuts(program, main, runs, stage_calls, count)
@@ -85,8 +72,25 @@ def stages(
     calls = _placed(program, stage_of, max(stage_of.values()) if held_by is None else home)
     program = replace(program, calls=calls)
     if held_by is not None:
-        program = _with_sent_parameters(program, held_by)
+        program = _SentParameters(program, held_by).sent()
     return replace(program, transfers=_transfers(program, program.calls, pure), places=own)
+
+
+def _too_many_stages_error(program: Program, main: Sequence[Call], count: int, most: int, instead: str) -> PartcError:
+    """The error for more stages than runs of calls, of which there are `most`; `instead` is the remedy, if not pp."""
+    shared = _inseparable(program)
+    buffer = max(shared, key=lambda name: len(shared[name]), default="")
+    users = [call.name for call in main if call.name in shared.get(buffer, ())]
+    updates = dict(program.updates)
+    why = "which forward changes" if buffer in updates else "the numbers of rows that reach their parameters"
+    because = f"; {users[0]} to {users[-1]} share {buffer}, {why}" if users else ""
+    instead = instead or (f"pp={most} or less" if most > 1 else "pp=1")
+    return PartcError(
+        "P0403",
+        f"{count} pipeline stages need as many calls, and there {'are' if most > 1 else 'is'} {most}",
+        help=f"use {instead}; the calls are {', '.join(call.name for call in main[:8])}{because}",
+        source=program.source_of(updates[buffer]) if buffer in updates else None,
+    )
 
 
 def staged_calls(program: Program) -> tuple[list[Call], list[tuple[int, int]]]:
@@ -207,62 +211,74 @@ def _stage_by_parameters(
     return found
 
 
-def _with_sent_parameters(program: Program, held_by: Mapping[str, Sequence[int]]) -> Program:
-    """Let calls read copies of the parameters that their stage does not hold; calls on a stage that does make them.
+class _SentParameters:
+    """Lets calls read copies of the parameters that their stage does not hold; calls on a stage that does make them.
 
     call norm = norm(h; mean) -> out stage 1   ->   call mean = held(; mean) -> mean_held
                                                     call norm = norm_2(h, mean_held; ) -> out stage 1
     """
-    taken = {
-        *program.value_types(),
-        *(call.name for call in program.calls),
-        *(region.name for region in program.regions),
-    }
-    regions, values = {region.name: region for region in program.regions}, [*program.values]
-    changed = {value: buffer for buffer, value in program.updates}
-    copies: dict[tuple[str, int], str] = {}
-    variants: dict[tuple[str, frozenset[int], Phase], str] = {}
-    # The new phases of results of setup calls. A call whose operands may be gathered runs in every step; a call whose
-    # operands are sent runs for every microbatch.
-    dependent: dict[tuple[int, str], Phase] = {}
-    first, found = list[Call](), list[Call]()  # copies come first: a call reads a buffer's value before its change
-    for call in program.calls:
-        region = regions[call.region]
+
+    def __init__(self, program: Program, held_by: Mapping[str, Sequence[int]]) -> None:
+        self._program, self._held_by = program, held_by
+        self._regions, self._values = {region.name: region for region in program.regions}, [*program.values]
+        self._taken = {*program.value_types(), *(call.name for call in program.calls), *self._regions}
+        self._changed = {value: buffer for buffer, value in program.updates}
+        self._copies: dict[tuple[str, int], str] = {}  # (parameter, stage) -> its copy
+        self._copying: list[Call] = []
+        self._variants: dict[tuple[str, frozenset[int], Phase], str] = {}
+        # The new phases of results of setup calls. A call whose operands may be gathered runs in every step; a call
+        # whose operands are sent runs for every microbatch.
+        self._dependent: dict[tuple[int, str], Phase] = {}
+
+    def sent(self) -> Program:
+        found = [self._reading_copies(call) for call in self._program.calls]
+        calls = (*self._copying, *found)  # copies come first: a call reads a buffer's value before its change
+        used = {call.region for call in calls}
+        kept = tuple(region for region in self._regions.values() if region.name in used)
+        return replace(self._program, regions=kept, values=tuple(self._values), calls=calls)
+
+    def _reading_copies(self, call: Call) -> Call:
+        region = self._regions[call.region]
         away = frozenset(
-            at for at, name in enumerate(call.params) if held_by.get(name) and call.stage not in held_by[name]
+            at
+            for at, name in enumerate(call.params)
+            if self._held_by.get(name) and call.stage not in self._held_by[name]
         )
         before = region.phase == "setup"
-        read = {name: dependent[call.stage, name] for name in call.args if (call.stage, name) in dependent}
-        late = [call.params[at] for at in sorted(away)] + [name for name in read if read[name] == "microbatch"]
+        phases = {name: self._dependent.get((call.stage, name)) for name in call.args}
+        late = [call.params[at] for at in sorted(away)] + [name for name in phases if phases[name] == "microbatch"]
         if region.phase == "step" and late:
             raise _unheld_error(late[0], call)
-        if not away and not (before and (call.params or read)):
-            found.append(call)
-            continue
+        if not away and not (before and (call.params or any(phases.values()))):
+            return call
         phase: Phase = "microbatch" if late or not before else "step"
-        dependent.update(((call.stage, name), phase) for name in call.results if before)
-        args = list(call.args)
-        for name, param in ((call.params[at], region.params[at]) for at in sorted(away)):
-            source = max((stage for stage in held_by[name] if stage < call.stage), default=-1)
-            if source < 0 or name in map(changed.get, call.results):
-                raise _unheld_error(name, call)
-            if (name, source) not in copies:
-                value = replace(param, name=unique(f"{name}_held", taken))
-                copy = _copying(unique("held", taken), param)
-                regions[copy.name], copies[name, source] = copy, value.name
-                values.append(value)
-                made = Call(name=unique(name, taken), region=copy.name, params=(name,), args=(), results=(value.name,))
-                first.append(replace(made, stage=source))
-            args.append(copies[name, source])
-        if (region.name, away, phase) not in variants:
-            variant = replace(_reading_values(region, unique(region.name, taken), away), phase=phase)
-            regions[variant.name], variants[region.name, away, phase] = variant, variant.name
-        params = tuple(name for at, name in enumerate(call.params) if at not in away)
-        found.append(replace(call, region=variants[region.name, away, phase], params=params, args=tuple(args)))
-    calls = (*first, *found)
-    used = {call.region for call in calls}
-    kept = tuple(region for region in regions.values() if region.name in used)
-    return replace(program, regions=kept, values=tuple(values), calls=calls)
+        self._dependent.update(((call.stage, name), phase) for name in call.results if before)
+        copies = [self._copy(call.params[at], region.params[at], call) for at in sorted(away)]
+        if (region.name, away, phase) not in self._variants:
+            name = unique(region.name, self._taken)
+            self._regions[name] = replace(_reading_values(region, name, away), phase=phase)
+            self._variants[region.name, away, phase] = name
+        return replace(
+            call,
+            region=self._variants[region.name, away, phase],
+            params=tuple(name for at, name in enumerate(call.params) if at not in away),
+            args=(*call.args, *copies),
+        )
+
+    def _copy(self, name: str, param: Value, reader: Call) -> str:
+        """The copy of a parameter that a call reads. Raises PartcError P0420 if no earlier stage has one."""
+        source = max((stage for stage in self._held_by[name] if stage < reader.stage), default=-1)
+        if source < 0 or name in map(self._changed.get, reader.results):
+            raise _unheld_error(name, reader)
+        if (name, source) not in self._copies:
+            value = replace(param, name=unique(f"{name}_held", self._taken))
+            region = _copying(unique("held", self._taken), param)
+            call = unique(name, self._taken)
+            self._regions[region.name], self._copies[name, source] = region, value.name
+            self._values.append(value)
+            made = Call(name=call, region=region.name, params=(name,), args=(), results=(value.name,), stage=source)
+            self._copying.append(made)
+        return self._copies[name, source]
 
 
 def _unheld_error(name: str, call: Call) -> PartcError:

@@ -19,6 +19,7 @@ from partc.communication.exchanges import Exchanges
 from partc.cost.memory import Account
 from partc.cost.saved_tensors import most_saved
 from partc.ir.collectives import received
+from partc.ir.index_limit import IndexLimit
 from partc.ir.printer import readable
 from partc.ir.program import SCAN, Collective, Program, Subject
 from partc.quoting import environment
@@ -54,7 +55,7 @@ def files(
     modules: Modules | None = None,
     memory: Account | None = None,
     constants: Mapping[str, str] | None = None,
-    limits: Mapping[str, int] | None = None,
+    limits: Mapping[str, Sequence[IndexLimit]] | None = None,
     evaluation: Program | None = None,
     planned: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, str]]:
@@ -62,7 +63,7 @@ def files(
 
     `report` holds sentences for the README about this plan. `modules` are the program's, if they exist already;
     `memory` is the account of the ranks' memory. `constants` are the entries of the batch that are not tensors,
-    `limits` the upper bounds of integer entries. `planned` is the prediction for a plan that partc has chosen.
+    `limits` those of its integers that are indices. `planned` is the prediction for a plan that partc has chosen.
     """
     modules = emit(program) if modules is None else modules
     stages = [module.code for module in modules.stages]

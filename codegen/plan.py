@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from partc.codegen.cuda_graphs import obstacle
 from partc.communication.descriptions import NAMES, moved_bytes
 from partc.cost.memory import Account
+from partc.ir.index_limit import IndexLimit
 from partc.ir.layout import Layout, SubDim
 from partc.ir.program import Graph, Parameter, Program, Region, TensorType
 from partc.ir.routers import routers
@@ -31,7 +32,7 @@ def plan(
     flops: int = 0,
     memory: Account | None = None,
     constants: Mapping[str, str] | None = None,
-    limits: Mapping[str, int] | None = None,
+    limits: Mapping[str, Sequence[IndexLimit]] | None = None,
     planned: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The document. `flops` are the floating-point operations for one batch, over all ranks.
@@ -79,17 +80,25 @@ def plan(
     }
 
 
-def _inputs(program: Program, limits: Mapping[str, int]) -> dict[str, Any]:
-    """The entries of a batch; `limits` are upper bounds of integers."""
+def _inputs(program: Program, limits: Mapping[str, Sequence[IndexLimit]]) -> dict[str, Any]:
+    """The entries of a batch; `limits` are those of indices."""
     largest = dict(program.largest)
     return {
         name: {
             **_typed(program.step_input(name), program),
-            **({"below": limits[name]} if name in limits else {}),
+            **({"below": min(each.below for each in limits[name])} if name in limits else {}),
+            **({"indices": found} if (found := [*_known_indices(limits.get(name, ()))]) else {}),
             **({"largest": largest[name]} if name in largest else {}),
         }
         for name in program.inputs
     }
+
+
+def _known_indices(limits: Sequence[IndexLimit]) -> Iterator[dict[str, Any]]:
+    """The limits of known parts of an entry, without values that are usual."""
+    for limit in limits:
+        if limit.part is not None:
+            yield {name: x for name, x in asdict(limit).items() if x not in (None, ())}
 
 
 def _parameters(program: Program) -> dict[str, Any]:

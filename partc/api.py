@@ -28,6 +28,7 @@ from partc.cost.flops import model_flops
 from partc.cost.memory import Account
 from partc.cost.saved_tensors import most_saved
 from partc.garbage_collection import rare_collections
+from partc.ir.index_limit import IndexLimit
 from partc.ir.mesh import Mesh
 from partc.ir.printer import readable
 from partc.ir.program import Program
@@ -88,8 +89,7 @@ class Package:
     coverage: Coverage = field(default_factory=lambda: Coverage(ops=1.0, flops=1.0))
     evaluation: Program | None = None
     constants: Mapping[str, str] = field(default_factory=dict)  # entries of the batch that are not tensors
-    # Exclusive upper bounds of integer entries that index tables.
-    limits: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, Sequence[IndexLimit]] = field(default_factory=dict)  # of integer entries that are indices
     extra: Mapping[str, bytes] = field(default_factory=dict)  # files that model_source reads
     warnings: tuple[str, ...] = ()
     modules: Modules | None = None
@@ -477,7 +477,7 @@ def package(
     from partc.codegen.cuda_graphs import check_recordable
     from partc.codegen.package import emit
     from partc.compilation.fitting import check_evaluation, check_limit
-    from partc.frontend.token_limits import token_limits
+    from partc.frontend.index_limits import index_limits
     from partc.passes.chunk import left_whole
     from partc.passes.zigzag import kept_order
     from partc.rehearsal.rehearsal import rehearsed, with_evaluation
@@ -517,7 +517,7 @@ def package(
         flops=model_flops(done.after("annotate")),
         evaluation=done.evaluation,
         constants=done.constants,
-        limits=token_limits(done.traced),
+        limits=index_limits(done.traced),
         extra=done.extra,
         planned=planned,
         warnings=(

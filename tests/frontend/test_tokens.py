@@ -13,8 +13,9 @@ import torch
 
 import partc
 from partc.frontend.captured_program import Batches
+from partc.frontend.index_limits import index_limits
 from partc.frontend.origin import Functions, trace
-from partc.frontend.token_limits import token_limits
+from partc.ir.index_limit import IndexLimit
 from partc.ir.mesh import Mesh
 from partc.package.verify import verify
 from partc.runtime.checkpoint.manifest import checkpoints, read
@@ -161,7 +162,8 @@ def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
 
 def test_the_limits_of_entries_are_those_of_tables_and_classes() -> None:
     found = trace(GPT, None, Functions(), options={}, mesh=Mesh.parse("1"), batches=Batches(), precision="fp32")
-    assert token_limits(found.program) == {"ids": 256, "labels": 256}
+    limits = {"ids": (IndexLimit(below=256),), "labels": (IndexLimit(below=256, ignored=-100),)}
+    assert index_limits(found.program) == limits
 
 
 @pytest.mark.slow

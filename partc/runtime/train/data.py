@@ -25,7 +25,7 @@ from torch import Tensor
 from ..documents import Malformed
 from ..errors import UsageError
 from ..layout import Shard, microbatch_part
-from .entries import constants_as_text, entries, rebuilt_batch, short_text
+from .entries import check_indices, constants_as_text, entries, rebuilt_batch, short_text
 from .examples import ExampleRows, as_entry, batch_rows, is_stream, is_table
 from .position import decoded, encoded
 from .precision import as_real, dtype_held
@@ -351,6 +351,7 @@ def fitting_batch(batch: Any, plan: Mapping[str, Any], what: str) -> dict[str, T
         if tuple(x.shape) != shape:
             help = "every batch has the sizes of batch(); a DataLoader leaves a shorter last one out by drop_last=True"
             raise _unfit(f"{name!a} in {what} has shape {list(x.shape)}, of batch() {list(shape)}", help)
+        check_indices(x, plan["inputs"][name].get("indices", ()), f"{name!a} in {what}", alike=True)
         largest = plan["inputs"][name].get("largest")
         for part in x.chunk(plan["microbatches"] if plan["repeated"] else 1) if largest is not None else ():
             if part.max() != largest:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..documents import Malformed
+from ..errors import UsageError
 
 Entries = dict[str, Any]
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, slice, range)
@@ -156,3 +157,21 @@ def _joined(path: str, key: Any) -> str:
 
 def _is_dataclass(item: Any) -> bool:
     return dataclasses.is_dataclass(item) and not isinstance(item, type)
+
+
+def check_indices(x: Tensor, limits: Sequence[Mapping[str, Any]], subject: str, *, alike: bool) -> None:
+    """Raise UsageError P0543 for a number of an entry that selects no row of a table, or no class of a loss.
+
+    Eager torch stops there as well; ranks that hold a part of a table take such a number for one of another rank.
+    """
+    for limit in limits:
+        part, below = x, limit["below"]
+        for dim, start, stop in limit.get("part", ()):
+            part = part.narrow(dim, start, stop - start)
+        outside = (part < 0) | (part >= below)
+        if "ignored" in limit:
+            outside &= part != limit["ignored"]
+        if outside.any():
+            ignored = f", or are {limit['ignored']}" if "ignored" in limit else ""
+            cause = f"{subject} has the number {part[outside][0]}, which selects none of {below:,} rows or classes"
+            raise UsageError("P0543", cause, f"such numbers are 0 to {below - 1:,}{ignored}", alike=alike)

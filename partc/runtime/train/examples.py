@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..layout import Shard, local_part
-from .entries import rebuilt_batch
+from .entries import check_indices, rebuilt_batch
 
 
 def is_table(data: Any) -> bool:
@@ -36,6 +36,7 @@ class ExampleRows:
 
     def __init__(self, table: Any, plan: Mapping[str, Any], form: Any, *, name: str, again: bool) -> None:
         self._shards = {entry: Shard(kind["dtype"] + kind["layout"]) for entry, kind in plan["inputs"].items()}
+        self._limits = {entry: kind.get("indices", ()) for entry, kind in plan["inputs"].items()}
         self._form, self._name, self._again = form, name, again
         self.rows = batch_rows(self._shards)
         read = next((entry for entry, kind in plan["inputs"].items() if "largest" in kind), None)
@@ -88,7 +89,10 @@ class ExampleRows:
         except Exception as error:
             cause = f"{self._name} of the model file fails at batch {number}: {type(error).__name__}: {error}"
             raise UsageError("P0530", cause, "what it reads must be where each rank runs") from error
-        return {name: as_entry(columns[name], name, self._shards[name], len(rows)) for name in names}
+        found = {name: as_entry(columns[name], name, self._shards[name], len(rows)) for name in names}
+        for name, x in found.items():
+            check_indices(x, self._limits[name], f"the column {name!r}", alike=False)
+        return found
 
 
 def batch_rows(shards: Mapping[str, Shard]) -> int:

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from partc import fuel
 from partc.errors import Source
-from partc.ir.attention import FORWARD, ROWS, Attention
+from partc.ir.attention import ROWS, Attention
 from partc.ir.mesh import CONTEXT_AXIS
 from partc.ir.naming import COUNTED, EXTENDED, unique
 from partc.ir.operations import RANDOM
@@ -44,7 +44,7 @@ from partc.passes.sequences import (
     Place,
     carriers,
     drawn_dims,
-    draws_by_position,
+    draws_apart,
     factor_at,
     is_causal,
     numbered,
@@ -180,7 +180,7 @@ class _LongerSequences:
         name, dim, outer = place
         if rule is None or op.name in ORDERED or is_users(op.name):
             return
-        if op.name in RANDOM - FORWARD and not draws_by_position(op, dim, outer, extent.true):
+        if draws_apart(op, self.types[name], dim, outer, extent.true):
             return
         for each, dims in tensors(op, rule):
             spot = factor_at(rule, dims, dim, outer, extent.true) if each == name else None

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from partc.ir.attention import HEADS, ROWS, Attention
 from partc.ir.mesh import CONTEXT_AXIS
+from partc.ir.operations import RANDOM
 from partc.ir.program import Op, TensorType
 from partc.rules import OpRule, flops, resolve
 from partc.rules.rule import Dims
@@ -72,9 +73,11 @@ def carriers(op: Op, rule: OpRule, names: Sequence[str], inside: int) -> Iterato
                     yield value, dim, inside * math.prod(rule.factor(name).size for name in parts[:index])
 
 
-def draws_by_position(op: Op, dim: int, outer: int, size: int) -> bool:
-    """Whether an operation numbers its random draws by the positions along this dimension."""
-    return outer == 1 and op.results[0].type.shape[dim] == size
+def draws_apart(op: Op, type: TensorType, dim: int, outer: int, size: int) -> bool:
+    """Whether an operation draws random numbers that positions along a dimension of one of its values cannot number,
+    because the dimension also counts other things.
+    """
+    return op.name in RANDOM and (outer != 1 or type.shape[dim] != size)
 
 
 def numbered(op: Op, dims: Iterable[int], size: int, parts: int = 0) -> Op:

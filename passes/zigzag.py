@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from partc import fuel
-from partc.ir.attention import FORWARD, ROWS, Attention
+from partc.ir.attention import ROWS, Attention
 from partc.ir.mesh import CONTEXT_AXIS
 from partc.ir.naming import ZIGZAG, unique
 from partc.ir.operations import RANDOM
@@ -39,7 +39,7 @@ from partc.passes.sequences import (
     Place,
     carriers,
     drawn_dims,
-    draws_by_position,
+    draws_apart,
     factor_at,
     numbered,
 )
@@ -151,7 +151,7 @@ class _Order:
         """The places of an operation that have the order if one of them has; None if it depends on the order."""
         if rule is None or op.name in ORDERED:
             return None
-        if op.name in RANDOM - FORWARD and not draws_by_position(op, place[1], place[2], self.size):
+        if draws_apart(op, self.types[place[0]], *place[1:], self.size):
             return None
         attention = Attention.of(op)
         found: dict[tuple[str, int], None] = {}

@@ -897,3 +897,31 @@ def test_a_rank_may_have_one_image_of_a_microbatch(model: type[nn.Module], mesh:
     for precision, worst in (("bf16", 0.1), ("fp64", 1e-12)):
         package = partc.compile(model(), batch, mesh=mesh, microbatches=4, precision=precision)
         assert package.verify(steps=2).worst.rel_err < worst, precision
+
+
+class RowsOfRouters(nn.Module):
+    """Attention over time, then over variables, where the three places of time are joined with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.over = nn.Linear(10, 30), nn.Linear(10, 30)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _attend(self.time(x.flatten(0, 1))).view(8, 6, 3, 10)
+        x = _attend(self.over(x.transpose(1, 2).flatten(0, 1)), dropout=0.5)
+        return x.square().mean()
+
+
+def _attend(made: Tensor, dropout: float = 0.0) -> Tensor:
+    q, k, v = (part.unflatten(-1, (2, 5)).transpose(1, 2) for part in made.chunk(3, -1))
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).transpose(1, 2).flatten(2)
+
+
+def rows_of_routers() -> nn.Module:
+    return RowsOfRouters()
+
+
+def test_attention_drops_by_places_that_its_batch_holds() -> None:
+    """Places that cp makes more of were numbered as though the batch were a sequence of three."""
+    batch = {"x": torch.randn(8, 6, 3, 10, generator=torch.Generator().manual_seed(5))}
+    _equal(rows_of_routers, batch, "cp=2")

@@ -14,7 +14,7 @@ and the trace records the operations that the function runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -485,6 +485,15 @@ def _hermitian(dims: int | None, *, inverse: bool) -> Rewrite:
     return rewrite
 
 
+def _transforms() -> Iterator[tuple[str, Rewrite]]:
+    """The rewrites of torch.fft's transforms, by name."""
+    for end, dims in (("", 1), ("2", 2), ("n", None)):
+        for start, inverse in (("", False), ("i", True)):
+            yield f"fft_{start}fft{end}", _fourier(dims, inverse=inverse)
+            yield f"fft_{start}rfft{end}", _fourier(dims, inverse=inverse, real=True)
+            yield f"fft_{start}hfft{end}", _hermitian(dims, inverse=inverse)
+
+
 def _short_time(
     like: Tensor,
     x: Operand,
@@ -611,7 +620,7 @@ REWRITES: Mapping[str, Rewrite] = {
     "div": _div,
     "neg": _on_parts(torch.neg),
     **_shared_rewrite("conj _conj conj_physical", lambda like, x: x.conjugate if isinstance(x, Pair) else x),
-    **_shared_rewrite("resolve_conj resolve_neg contiguous clone alias detach lift_fresh_copy", _identity),
+    **_shared_rewrite("resolve_conj resolve_neg contiguous clone alias lift_fresh_copy", _identity),
     "detach": _on_parts(torch.detach),
     "exp": _exp,
     "log": _log,
@@ -650,10 +659,10 @@ REWRITES: Mapping[str, Rewrite] = {
     **_shared_rewrite("t numpy_T", _reversed),
     "mT": lambda like, x: _transpose(like, x, -2, -1),
     **_shared_rewrite("mH matrix_H adjoint", lambda like, x: _transpose(like, x.conjugate, -2, -1)),
-    "tril": _on_each_part(torch.tril),
-    "triu": _on_each_part(torch.triu),
-    "diagonal": _on_each_part(torch.diagonal),
-    "diag_embed": _on_each_part(torch.diag_embed),
+    **{
+        name: _on_each_part(getattr(torch, name))
+        for name in ("tril", "triu", "diagonal", "diag_embed", "gather", "repeat_interleave", "tile")
+    },
     **_shared_rewrite("expand expand_as", lambda like, x, *_, **__: Pair(x.parts.expand(*like.shape, 2))),
     "slice": _on_dimension(torch.ops.aten.slice),
     "select": _on_dimension(torch.select),
@@ -665,9 +674,6 @@ REWRITES: Mapping[str, Rewrite] = {
     "stack": _joined(torch.stack, 1),
     "flip": lambda like, x, dims: Pair(x.parts.flip([_dim(x, dim) for dim in dims])),
     "index_select": _on_dimension(torch.index_select),
-    "gather": _on_each_part(torch.gather),
-    "repeat_interleave": _on_each_part(torch.repeat_interleave),
-    "tile": _on_each_part(torch.tile),
     "index": _index,
     "index_put": _index_put,
     "roll": _rolled,
@@ -686,24 +692,7 @@ REWRITES: Mapping[str, Rewrite] = {
     # Fourier transforms
     "fft_fftshift": _shifted(1),
     "fft_ifftshift": _shifted(-1),
-    "fft_fft": _fourier(1, inverse=False),
-    "fft_ifft": _fourier(1, inverse=True),
-    "fft_rfft": _fourier(1, inverse=False, real=True),
-    "fft_irfft": _fourier(1, inverse=True, real=True),
-    "fft_fft2": _fourier(2, inverse=False),
-    "fft_ifft2": _fourier(2, inverse=True),
-    "fft_rfft2": _fourier(2, inverse=False, real=True),
-    "fft_irfft2": _fourier(2, inverse=True, real=True),
-    "fft_fftn": _fourier(None, inverse=False),
-    "fft_ifftn": _fourier(None, inverse=True),
-    "fft_rfftn": _fourier(None, inverse=False, real=True),
-    "fft_irfftn": _fourier(None, inverse=True, real=True),
-    "fft_hfft": _hermitian(1, inverse=False),
-    "fft_ihfft": _hermitian(1, inverse=True),
-    "fft_hfft2": _hermitian(2, inverse=False),
-    "fft_ihfft2": _hermitian(2, inverse=True),
-    "fft_hfftn": _hermitian(None, inverse=False),
-    "fft_ihfftn": _hermitian(None, inverse=True),
+    **dict(_transforms()),
     "stft": _short_time,
     "istft": _short_time_inverse,
 }

@@ -341,8 +341,7 @@ class _JoinedGraph:
             self._check_memory(branch, [*part[count:], *chain.from_iterable(parts[branch + 1 :])])
             self._write_both(branch, part[:count])
             self._write(part[count:], self._current)
-        outputs = tuple(self._current.get(name, name) for name in self._kept.graph.outputs)
-        return replace(self._kept.graph, ops=tuple(self._ops), outputs=outputs)
+        return self._kept.graph.rewritten(self._ops, self._current)
 
     def _write(self, ops: Iterable[Op], names: Mapping[str, str]) -> None:
         """Write operations that read values under these names."""

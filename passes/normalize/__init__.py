@@ -127,7 +127,7 @@ def _next_value(w: Writer, buffer: str, made: str) -> str:
 
 
 def _is_empty(op: Op) -> bool:
-    """Whether results have no elements. Random numbers are counted also where they are none, except by dropouts."""
+    """Whether results have no elements. Random operations other than dropouts count as not empty: each has a number."""
     return (
         bool(op.results)
         and all(0 in value.type.shape for value in op.results)

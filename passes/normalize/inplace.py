@@ -210,7 +210,7 @@ class _Functionalization:
         return Op(name="to", args=args, results=change.results, source=change.source, attrs=change.attrs)
 
     def _is_silent(self, op: Op, target: str, index: int) -> bool:
-        """Whether autograd does not see a change of a tensor that has a gradient, so that this passes by the change.
+        """Whether autograd does not see a change, so that the gradient of the changed tensor bypasses it.
 
         Raises PartcError P0212 if a backward pass may read the changed values; after changes under no_grad, it would
         fail in eager mode.

@@ -172,7 +172,7 @@ def _ragged_bags(w: Writer, op: Op, weights: Arg, padding: int | None) -> None:
 
 
 def _unflattened(w: Writer, x: Arg, shape: tuple[int, ...]) -> Arg:
-    """The value of this shape of which `x` is a reshape; else `x`."""
+    """The value of this shape that `x` is a reshape of; else `x`."""
     made = w.made.get(ref(x).name)
     return made.args[0] if made is not None and made.name == "reshape" and w.shape(made.args[0]) == shape else x
 

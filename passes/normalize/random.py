@@ -96,7 +96,7 @@ def _drawn(w: Writer, op: Op, kind: str, result: Value) -> Ref:
 
 
 def _modelled(w: Writer, arg: Arg, shape: tuple[int, ...]) -> Ref | None:
-    """The tensor of this shape that the operand is, or like which it was created; None if there is none."""
+    """The operand if it has this shape, or the tensor for which `empty_like` made it; else None."""
     if not isinstance(arg, Ref) or w.shape(arg) != shape:
         return None
     made = w.made.get(arg.name)

@@ -33,7 +33,7 @@ def permute(order: Callable[[Op, int], tuple[int, ...]]) -> Rewrite:
 
 
 def unpermuted(w: Writer, x: Ref, dims: tuple[int, ...], module: str | None = None) -> Ref | None:
-    """The value that permutations lead back to, if those that made `x`, followed by `dims`, cancel each other.
+    """The value behind the permutations that made `x`, if they and a further one by `dims` cancel each other.
 
     With a module, only permutations of that module count, so that equal layers stay equal whatever surrounds them.
     """

@@ -19,11 +19,11 @@ _WIDE = frozenset({"i64", "i32", "f64"})  # types in which places stay distinct
 class Write:
     """Rows that are added to a tensor, or assigned in it, at selected places.
 
-    Rows may be added at a place that each holds, such as its element of sorted tokens: `held`, whose rows are those at
-    the selected places; "" for other writes.
+    `held`: a vector whose elements at the selected places are the places of the rows, such as sorted tokens; "" if the
+    rows go to the selected places themselves.
 
-    `y[places] += rows` adds only if every place is selected once: it assigns sums, of which a place keeps one. `sums`
-    are these; "" for other writes.
+    `sums`: the sums that `y[places] += rows` assigns; "" for other writes. A place that is selected twice would keep
+    one sum only, so this adds rows only if every place is selected once.
     """
 
     op: Op

@@ -17,7 +17,7 @@ def changed_by(op: Op) -> Iterator[str]:
 
 
 def changed_outside(ops: Sequence[Op]) -> Iterator[str]:
-    """Yield the values from before some operations that these change in place: for a view, the tensor that it shows."""
+    """The earlier values that operations change in place; for a view, the tensor that it shows."""
     own = makers(ops)
     for op in ops:
         for name in changed_by(op):
@@ -34,8 +34,8 @@ def changed_tensor(name: str, makers: Mapping[str, Op]) -> str:
 
 
 def before_changes(count: int, bodies: Sequence[tuple[Sequence[Op], Callable[[str], str]]]) -> int:
-    """The number of operations, of the first `count` of every body, before the first with a result in memory that
-    later operations of a body change. A function finds the owner of the memory of a body's values.
+    """The number of operations, at most `count`, at the start of every body whose results no later operation of a body
+    changes in place. Each body comes with a function that finds the owner of a value's memory.
     """
     while (fewer := min(_before_changes(ops, owner, count) for ops, owner in bodies)) < count:
         count = fewer

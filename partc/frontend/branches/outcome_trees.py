@@ -342,7 +342,7 @@ class _JoinedOutcomes:
         self._ops.extend(self._program.added(op.with_operands(gates)) for op in ops)
 
     def _memory(self, name: str) -> str:
-        """A value whose memory a branch changes; of a parameter or buffer, without its gradient."""
+        """A value whose memory a branch changes; for a parameter or buffer, its detached value."""
         return self._op("detach", name, f"{name}_data", self._type(name)) if name in self._program.states else name
 
     def _write(self, name: str, values: str) -> None:

@@ -386,7 +386,7 @@ class _JoinedGraph:
         return gates
 
     def _memory(self, name: str, branch: int) -> Ref:
-        """The value as which a branch changes memory: a parameter or buffer without its gradient."""
+        """The value through which a branch changes memory; for a parameter or buffer, its detached value."""
         if name in self._kept.states:
             return self._op("detach", branch, (Ref(name),), f"{name}_data", name)
         return Ref(self._current.get(name, name))

@@ -105,10 +105,10 @@ class _FirstStepsError(Exception):
 def _with_plain_tensors(
     captured: Callable[Concatenate[Callable[[], Any], _Given], Captured],
 ) -> Callable[Concatenate[Callable[[], Any], _Given], Captured]:
-    """A capture in which plain tensors are buffers, except those in whose places forward puts tensors of other kinds;
-    non-persistent buffers of which the same is true are plain tensors.
+    """A capture in which plain tensors are buffers. A plain tensor that forward replaces by a tensor of another kind
+    stays one, and a non-persistent buffer that forward replaces in this way becomes one.
 
-    Forward may well assign these before it reads them. `frozen_state` refuses the others.
+    Forward may assign such a tensor before it reads it. If it reads it first, `frozen_state` refuses the model.
     """
 
     @functools.wraps(captured)

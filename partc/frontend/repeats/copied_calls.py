@@ -550,9 +550,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _moving(one: _Traced, other: _Traced) -> _Kind | None:
-    """The calls of which two are given, with places of the index that differ; None if these do not explain all
-    differences of the nodes.
-    """
+    """The kind of two calls, whose indices differ in some places; None if their nodes differ in another way as well."""
     moves = {pair: _MovingPlace(number) for number, pair in enumerate(zip(one.places, other.places, strict=True))}
 
     def merged(a: Any, b: Any) -> Any:

@@ -25,8 +25,8 @@ _MOST = 16  # conjunctions; a condition of more counts as always
 def conditions(graph: Graph, choices: Collection[str], parameters: Sequence[str]) -> dict[str, Condition]:
     """The parameters that the gradient of the first output reaches only under a condition.
 
-    `choices` are the results of the `where` between the outcomes of branches. A change in place is reached where a
-    later read of the changed memory is, under any name.
+    `choices` are the results of `where` that choose between the outcomes of branches. The gradient reaches a change in
+    place if it reaches a later read of the changed memory, under any name.
     """
     live, made = reached(graph, parameters), graph.makers()
     sharing: dict[str, set[str]] = {}  # the names of values in one memory

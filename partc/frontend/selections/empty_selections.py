@@ -53,7 +53,7 @@ _BY_PLACE = KEEPING | {"index", "floor_divide", "remainder", "add", "sub", "mul"
 
 
 class ChangedError(PartcError):
-    """A branch changes other things than the rows that its test selects; `line` is that of the test."""
+    """A branch changes more than the rows that its test selects; `line` is the line of the test."""
 
     line = ""
 

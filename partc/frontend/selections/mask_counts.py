@@ -59,7 +59,7 @@ class MaskCounts:
         return self._row_counts.get(x)
 
     def whole(self, mask: Tensor) -> Tensor:
-        """The mask of which this one is a reshape, else the mask itself."""
+        """The mask that this one is a reshape of; the mask itself if it is none."""
         found = self._views.get(mask)
         return mask if found is None else found
 

@@ -75,7 +75,7 @@ def _computed(graph: Graph) -> tuple[Op, ...]:
 def _decided(
     name: str, readers: Mapping[str, Sequence[Op]], tested: Mapping[str, Elements | None]
 ) -> Iterator[Elements | None]:
-    """The tests of the operations that read a value, or a value that is computed from it in any case."""
+    """The tests that decide whether operations run which read a value, or a value that is always computed from it."""
     waiting, met = [name], {name}
     while waiting:
         for op in readers.get(waiting.pop(), ()):

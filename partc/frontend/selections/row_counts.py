@@ -83,7 +83,7 @@ class RowCount(int):
         mask: Tensor | None = None,
         tested: Tensor | None = None,
     ) -> RowCount:
-        """`mask` is None for numbers computed from the number of rows; `tested` is the mask also of multiples."""
+        """`mask` is the mask whose rows this number counts; `tested` is that mask, also if the number is a multiple."""
         made = super().__new__(cls, shown)
         made.whole, made._selections, made._tensor, made._mask, made._tested = whole, selections, tensor, mask, tested
         return made

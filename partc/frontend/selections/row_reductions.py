@@ -146,7 +146,7 @@ def contracted(
 def mean_loss(
     rows: SelectedRows, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A loss of the selected rows: the sum of their losses, or this over their number."""
+    """A loss of the selected rows: the sum or the mean of their losses."""
     held = rows.of(args[0])
     assert held is not None
     try:
@@ -188,7 +188,7 @@ def _others(x: Tensor, held: MaskedRows, over: set[int]) -> int:
 
 
 def _is_positive(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a norm's order is one to which zeros add nothing."""
+    """Whether a norm has an order in which zeros add nothing."""
     order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
     return order in (None, "fro") or (isinstance(order, int | float) and order > 0)
 

@@ -475,7 +475,7 @@ def _is_fake(value: Any) -> bool:
 
 
 def _renewed(value: Any) -> Any:
-    """The value with new tensors in place of those that it is or has in tuples."""
+    """The value with new tensors: in place of itself, or of the tensors in its tuples."""
     if isinstance(value, Tensor):
         return torch.empty(value.shape, dtype=value.dtype)
     return tuple(map(_renewed, value)) if type(value) is tuple else value

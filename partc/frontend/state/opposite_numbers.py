@@ -19,7 +19,7 @@ _COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__b
 
 
 def opposite(value: float, left: Iterator[int] | None = None) -> Any:
-    """The number as one whose comparisons, and those of numbers computed from it, have the opposite outcome.
+    """The number as an object whose comparisons have the opposite outcome, as have those of numbers computed from it.
 
     `left` has an item for each comparison that may still be made; the next one raises StopIteration.
     """

@@ -12,13 +12,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from partc.frontend.selections.selected_rows import MaskedRows, SelectedRows
+from partc.frontend.selections.torch_call import TorchCall
 
 Number = float | int | bool
 
@@ -70,39 +71,34 @@ REDUCTIONS = frozenset({*_FILLED, *_SPREADS, "mean", "batch_norm", "cov"})
 CONTRACTIONS = frozenset({*_PRODUCTS, "einsum"})
 
 
-def reduced(
-    rows: SelectedRows, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def reduced(rows: SelectedRows, call: TorchCall, held: MaskedRows) -> Any:
     """The result of a reduction over selected rows; NotImplemented if it does not run over the dimension of rows."""
-    x = args[0]
-    held = rows.of(x)
-    assert held is not None
+    x, name, args, kwargs = call.given, call.name, call.args, call.kwargs
     if name == "batch_norm":
-        return _normalized(rows, held, func, args, kwargs)
+        return _normalized(rows, call, held)
     if name == "cov":
         return _covariance(x, held, **kwargs) if len(args) == 1 else NotImplemented
-    place = _FILLED[name].dim if name in _FILLED else 1
-    dims = args[place] if len(args) > place else kwargs.get("dim", kwargs.get("axis"))
+    dims = call.argument(_FILLED[name].dim if name in _FILLED else 1, "dim", kwargs.get("axis"))
     if isinstance(dims, Tensor) or "other" in kwargs or kwargs.get("out") is not None:
         return NotImplemented
     if name in _SPREADS and isinstance(dims, bool):
-        return reduced(rows, func, name, (x,), {**kwargs, "unbiased": dims})
+        return reduced(rows, replace(call, args=(x,), kwargs={**kwargs, "unbiased": dims}), held)
     if name == "normalize":
         dims = 1 if dims is None else dims
     over = _over(dims, x)
     if held.dim not in over:
         return NotImplemented
     if name in _SPREADS:
-        return _spread(x, held, name, over, args, kwargs)
+        return _spread(call, held, over)
     if name == "mean":
         total = torch.sum(held.only(x), *args[1:], **kwargs)
         return total / (held.count() * _others(x, held, over))
     rule = _FILLED[name]
-    if name in ("norm", "linalg_vector_norm") and not _is_positive(args, kwargs):
+    if name in ("norm", "linalg_vector_norm") and not _is_positive(call):
         return NotImplemented
     if name in ("argmax", "argmin") and dims is None and held.dim:
         return NotImplemented
-    made = func(held.only(x, rule.number(x.dtype)), *args[1:], **kwargs)
+    made = call.run_on(held.only(x, rule.number(x.dtype)))
     if rule.keeps:
         return rows.again(made, held)
     if name in ("argmax", "argmin"):
@@ -113,11 +109,10 @@ def reduced(
     return made
 
 
-def contracted(
-    rows: SelectedRows, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def contracted(rows: SelectedRows, call: TorchCall) -> Any:
     """A product that sums over selected rows; NotImplemented if the rows are no summed dimension."""
-    if name in _PRODUCTS:
+    args = call.args
+    if call.name in _PRODUCTS:
         if len(args) != 2 or not all(isinstance(x, Tensor) for x in args):
             return NotImplemented
         left, right = args
@@ -140,17 +135,14 @@ def contracted(
     if any(each is not None and each.dim not in dims for each, (_, dims) in zip(held, summed, strict=True)):
         return NotImplemented
     only = [x if each is None else each.only(x) for x, each in zip(operands, held, strict=True)]
-    return func(*only, **kwargs) if name in _PRODUCTS else func(args[0], *only, **kwargs)
+    return call.func(*([] if call.name in _PRODUCTS else args[:1]), *only, **call.kwargs)
 
 
-def mean_loss(
-    rows: SelectedRows, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def mean_loss(call: TorchCall, held: MaskedRows) -> Any:
     """A loss of the selected rows: the sum or the mean of their losses."""
-    held = rows.of(args[0])
-    assert held is not None
+    name = call.name
     try:
-        given = inspect.signature(func).bind(*args, **kwargs).arguments
+        given = inspect.signature(call.func).bind(*call.args, **call.kwargs).arguments
     except (TypeError, ValueError):
         return NotImplemented
     reduction = given.get("reduction", "mean")
@@ -160,7 +152,7 @@ def mean_loss(
     counted = name in ("cross_entropy", "nll_loss")
     if weight is not None and not (counted or name.startswith("binary")):
         return NotImplemented
-    losses = func(**{**given, "reduction": "none"})
+    losses = call.func(**{**given, "reduction": "none"})
     if losses.shape[:1] != (held.mask.numel(),):
         return NotImplemented
     total = held.only(losses).sum()
@@ -187,27 +179,24 @@ def _others(x: Tensor, held: MaskedRows, over: set[int]) -> int:
     return math.prod(x.shape[dim] for dim in over - {held.dim})
 
 
-def _is_positive(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _is_positive(call: TorchCall) -> bool:
     """Whether a norm has an order in which zeros add nothing."""
-    order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
+    order = call.argument(1, "p", call.kwargs.get("ord", 2))
     return order in (None, "fro") or (isinstance(order, int | float) and order > 0)
 
 
-def _spread(
-    x: Tensor, held: MaskedRows, name: str, over: set[int], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _spread(call: TorchCall, held: MaskedRows, over: set[int]) -> Any:
     """Variance or standard deviation; a second result is the mean."""
-    unbiased = args[2] if len(args) > 2 else kwargs.get("unbiased", True)
-    correction = kwargs.get("correction")
-    correction = int(bool(unbiased)) if correction is None else correction
-    kept = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
+    correction = call.kwargs.get("correction")
+    correction = int(bool(call.argument(2, "unbiased", True))) if correction is None else correction
     dims = sorted(over)
-    mean, variance = moments(x, held, dims, correction)
-    if name.startswith("std"):  # whose gradient at zero is zero
+    mean, variance = moments(call.given, held, dims, correction)
+    if call.name.startswith("std"):  # whose gradient at zero is zero
         still = variance == 0
         variance = torch.where(still, 0, torch.where(still, 1, variance).sqrt())
+    kept = call.argument(3, "keepdim", False)
     found = [each if kept else each.squeeze(dims) for each in (variance, mean)]
-    return tuple(found) if name.endswith("mean") else found[0]
+    return tuple(found) if call.name.endswith("mean") else found[0]
 
 
 def moments(x: Tensor, held: MaskedRows, dims: list[int], correction: float) -> tuple[Tensor, Tensor]:
@@ -226,11 +215,9 @@ def _covariance(x: Tensor, held: MaskedRows, correction: int = 1, **weights: Any
     return apart @ apart.t() / (held.count() - correction).clamp(min=0)
 
 
-def _normalized(
-    rows: SelectedRows, held: MaskedRows, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _normalized(rows: SelectedRows, call: TorchCall, held: MaskedRows) -> Any:
     """Batch norm with the statistics of the selected rows."""
-    given = inspect.signature(func).bind(*args, **kwargs)
+    given = inspect.signature(call.func).bind(*call.args, **call.kwargs)
     given.apply_defaults()
     named = given.arguments
     x, mean, variance = named["input"], named["running_mean"], named["running_var"]

@@ -10,13 +10,14 @@ torch.cat([x[mask], y[other]])    all rows of both, which both masks select
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from partc.frontend.selections.selected_rows import INTEGERS, MaskedRows, SelectedRows
+from partc.frontend.selections.torch_call import TorchCall
 
 ORDERED = frozenset({"sort", "topk", "median", "flip"})
 
@@ -67,20 +68,18 @@ def joined(rows: SelectedRows, parts: Sequence[Any], dim: int) -> Any:
     return rows.selected(torch.cat(whole), torch.cat(masks))
 
 
-def ordered(
-    rows: SelectedRows, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def ordered(rows: SelectedRows, call: TorchCall, held: MaskedRows) -> Any:
     """sort, topk, median or flip of selected rows; NotImplemented along other dimensions."""
-    x, held = args[0], rows.of(args[0])
-    if held is None or held.dim or not x.is_floating_point():
+    x, name = call.given, call.name
+    if held.dim or not x.is_floating_point():
         return NotImplemented
     if name == "flip":
-        dims = args[1:] if len(args) > 1 and isinstance(args[1], int) else kwargs.get("dims", *args[1:2])
+        dims = call.argument(1, "dims")
+        dims = (call.args[1:] or (dims,)) if isinstance(dims, int) else dims
         if not any(dim % x.dim() == 0 for dim in dims):
             return NotImplemented
-        return rows.selected(func(held.only(x), *args[1:], **kwargs), held.chosen.flatten().flip(0))
-    place = 2 if name == "topk" else 1
-    dim = args[place] if len(args) > place else kwargs.get("dim", None if name == "median" else -1)
+        return rows.selected(call.run_on(held.only(x)), held.chosen.flatten().flip(0))
+    dim = call.argument(2 if name == "topk" else 1, "dim", None if name == "median" else -1)
     if name == "median" and dim is None:
         values = held.only(x, math.inf).flatten().sort().values
         return values.index_select(0, _middle(held, x[0].numel()))[0]
@@ -90,11 +89,10 @@ def ordered(
         values, places = held.only(x, math.inf).sort(0)
         middle = _middle(held, 1)
         values, places = values.index_select(0, middle), held.numbers(places).index_select(0, middle)
-        kept = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+        kept = call.argument(2, "keepdim", False)
         return torch.return_types.median((values, places) if kept else (values[0], places[0]))
-    downwards = name == "topk" and (args[3] if len(args) > 3 else kwargs.get("largest", True))
-    downwards |= name == "sort" and (args[2] if len(args) > 2 else kwargs.get("descending", False))
-    made = func(held.only(x, -math.inf if downwards else math.inf), *args[1:], **kwargs)
+    downwards = call.argument(3, "largest", True) if name == "topk" else call.argument(2, "descending", False)
+    made = call.run_on(held.only(x, -math.inf if downwards else math.inf))
     values, places = made[0], held.numbers(made[1])
     if name == "sort":
         some = torch.arange(len(x)) < held.count()

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import EllipsisType, FrameType
 from typing import Any
@@ -51,6 +51,7 @@ from partc.frontend.selections.row_reductions import CONTRACTIONS, REDUCTIONS, c
 from partc.frontend.selections.selected_parts import SelectedParts
 from partc.frontend.selections.selected_rows import INTEGERS, MaskedRows, SelectedRows, leaves
 from partc.frontend.selections.selection_tests import Iterations, SelectionTests, caller_frame
+from partc.frontend.selections.torch_call import TorchCall
 from partc.frontend.selections.value_floats import ValueFloat
 from partc.frontend.statements import enclosing_nodes
 from partc.frontend.traceable_forms.functions import fixed_bincount
@@ -85,28 +86,6 @@ _RESHAPED = frozenset({*SHAPES, "unsqueeze", "to", "long", "contiguous", "clone"
 
 
 MOST_LISTED = 64  # elements of a tensor whose floats are listed
-
-
-@dataclass(frozen=True, slots=True)
-class _TorchCall:
-    """A call of a function of torch by the traced model."""
-
-    func: Callable[..., Any]
-    name: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    @property
-    def given(self) -> Any:
-        """The first argument."""
-        return self.args[0] if self.args else None
-
-    def argument(self, place: int, name: str, default: Any = None) -> Any:
-        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
-
-    def run(self) -> Any:
-        """The result of the function itself."""
-        return self.func(*self.args, **self.kwargs)
 
 
 class Selections:
@@ -161,10 +140,10 @@ class Selections:
             frame = frame.f_back
         self.tests.frame = frame
         if name in ("__getitem__", "__setitem__") and (index := _without_lists(args[1])) is not args[1]:
-            call = _TorchCall(func, name, (args[0], index, *args[2:]), kwargs)
+            call = TorchCall(func, name, (args[0], index, *args[2:]), kwargs)
             made = _CALLS[name](self, call)
             return call.run() if made is NotImplemented else made
-        call = _TorchCall(func, name, args, kwargs)
+        call = TorchCall(func, name, args, kwargs)
         changed = kwargs.get("out", call.given if _changes_in_place(name) else None)
         if isinstance(changed, Tensor) and (changed in self._copies or changed._base in self._copies):
             raise unknown_number()
@@ -199,12 +178,12 @@ class Selections:
 
     # -- calls that make tensors ---------------------------------------------------------------------
 
-    def _tensor(self, call: _TorchCall) -> Any:
+    def _tensor(self, call: TorchCall) -> Any:
         if not isinstance(call.given, RowCount):
             return NotImplemented
         return call.given.tensor().to(call.kwargs.get("dtype") or torch.int64)
 
-    def _select_rows(self, call: _TorchCall) -> Any:
+    def _select_rows(self, call: TorchCall) -> Any:
         """A new tensor with one row for each selected row: the selected rows of a tensor with all rows."""
         args, kwargs = call.args, call.kwargs
         first = 1 if isinstance(call.given, Tensor) else 0
@@ -225,7 +204,7 @@ class Selections:
             return same
         return self._rows.selected(call.func(*args[:first], (*mask.shape, *sizes[1:]), *rest, **kwargs), mask)
 
-    def _expanded(self, call: _TorchCall) -> Any:
+    def _expanded(self, call: TorchCall) -> Any:
         """x.expand_as(rows): a row that repeats for each selected row."""
         held = self._rows.of(call.argument(1, "other"))
         if held is None or held.dim or self._rows.of(call.given) is not None:
@@ -233,7 +212,7 @@ class Selections:
         shape = call.argument(1, "other").shape[1:]
         return self._rows.selected(call.given.expand(*held.mask.shape, *shape), held.mask)
 
-    def _repeated(self, call: _TorchCall) -> Any:
+    def _repeated(self, call: TorchCall) -> Any:
         """row.repeat(n, …) for n selected rows."""
         x, *sizes = call.args
         times = [*sizes[0]] if sizes and isinstance(sizes[0], tuple | list) else sizes
@@ -243,7 +222,7 @@ class Selections:
             return NotImplemented
         return self._rows.selected(one.expand(*mask.shape, *one.shape[1:]), mask)
 
-    def _arange(self, call: _TorchCall) -> Any:
+    def _arange(self, call: TorchCall) -> Any:
         """The numbers 0, 1, … of the selected rows."""
         mask = call.given._mask if len(call.args) == 1 and isinstance(call.given, RowCount) else None
         if mask is None:
@@ -256,15 +235,15 @@ class Selections:
 
     # -- calls that read and write by masks ----------------------------------------------------------
 
-    def _find_places(self, call: _TorchCall) -> Any:
+    def _find_places(self, call: TorchCall) -> Any:
         if len(call.args) + len(call.kwargs.keys() - {"as_tuple"}) != 1 or not isinstance(call.given, Tensor):
             return NotImplemented
         return self._rows.found(call.given, call.name == "where" or bool(call.kwargs.get("as_tuple")))
 
-    def _read(self, call: _TorchCall) -> Any:
+    def _read(self, call: TorchCall) -> Any:
         x, index = self._at_numbers(*call.args)
         if x is not call.given:
-            rest = _TorchCall(call.func, call.name, (x, index), {})
+            rest = TorchCall(call.func, call.name, (x, index), {})
             made = self._read(rest)
             return rest.run() if made is NotImplemented else made
         if (part := self._between(x, index)) is not NotImplemented:
@@ -279,7 +258,7 @@ class Selections:
         # Unlike rows that a slice selects, those of a mask are not views.
         return (call.func(x, index) if made is NotImplemented else made).clone() if masked else made
 
-    def _written(self, call: _TorchCall) -> Any:
+    def _written(self, call: TorchCall) -> Any:
         x, index, value = call.args
         if (moved := self._rows.moved(x, index, value)) is not None:
             return self._written(replace(call, args=moved))
@@ -292,7 +271,7 @@ class Selections:
             return None
         return self._rows.written(call.func, x, index, value)
 
-    def _put(self, call: _TorchCall) -> Any:
+    def _put(self, call: TorchCall) -> Any:
         """x.index_put((rows, …), value), whose places differ, as an assignment to an item."""
         x, index, value = call.given, call.argument(1, "indices"), call.argument(2, "values")
         rows = [self._rows.of(item) for item in index]
@@ -300,13 +279,13 @@ class Selections:
             return NotImplemented
         index = tuple(index)
         if call.argument(3, "accumulate", False):
-            value = self._read(_TorchCall(Tensor.__getitem__, "__getitem__", (x, index), {})) + value
+            value = self._read(TorchCall(Tensor.__getitem__, "__getitem__", (x, index), {})) + value
             self._rows.hold_like([index[0]], value)
         made = x if call.name == "index_put_" else x.clone()
-        self._written(_TorchCall(Tensor.__setitem__, "__setitem__", (made, index, value), {}))
+        self._written(TorchCall(Tensor.__setitem__, "__setitem__", (made, index, value), {}))
         return made
 
-    def _masked(self, call: _TorchCall) -> Any:
+    def _masked(self, call: TorchCall) -> Any:
         """x.masked_select(mask), which is x[mask] where the mask is a constant."""
         given, mask = call.given, call.argument(1, "mask")
         if not isinstance(given, Tensor) or not isinstance(mask, Tensor) or "out" in call.kwargs:
@@ -317,7 +296,7 @@ class Selections:
             with without_modes():
                 known = known.expand(mask.shape)
             self._know(mask, known)
-            return self._read(_TorchCall(Tensor.__getitem__, "__getitem__", (x, mask), {}))
+            return self._read(TorchCall(Tensor.__getitem__, "__getitem__", (x, mask), {}))
         if not mask.dim():
             x, mask = x[None], mask[None]
         made = self._rows.selected(x, mask)
@@ -325,7 +304,7 @@ class Selections:
             self._packed[made] = x, mask
         return made
 
-    def _scattered(self, call: _TorchCall) -> Any:
+    def _scattered(self, call: TorchCall) -> Any:
         """x.masked_scatter(mask, source) on all examples as one, because each may select another number of rows."""
         source = self._rows.packed(call.argument(2, "source"))
         if source is None:
@@ -339,7 +318,7 @@ class Selections:
         made = x.reshape(1, -1, *rest).masked_scatter(wide, source).reshape(x.shape)
         return x.copy_(made) if call.name == "masked_scatter_" else made
 
-    def _distinct(self, call: _TorchCall) -> Any:
+    def _distinct(self, call: TorchCall) -> Any:
         """torch.unique_consecutive of an unknown vector, without counts and inverse indices."""
         if (
             len(call.args) > 1
@@ -350,7 +329,7 @@ class Selections:
             return NotImplemented
         return self._groups.distinct(call.given)
 
-    def _distinct_numbers(self, call: _TorchCall) -> Any:
+    def _distinct_numbers(self, call: TorchCall) -> Any:
         """x.unique() of integers below a known bound: the places of the numbers that occur, and their counts."""
         bound = self._bounds.of(call.given)
         unlike = call.argument(2, "return_inverse", False) or call.argument(4, "dim") is not None
@@ -360,9 +339,9 @@ class Selections:
         found = self._rows.found(counts, as_tuple=True)[0]
         if not call.argument(3, "return_counts", False):
             return found
-        return found, self._read(_TorchCall(Tensor.__getitem__, "__getitem__", (counts, found), {}))
+        return found, self._read(TorchCall(Tensor.__getitem__, "__getitem__", (counts, found), {}))
 
-    def _rolled(self, call: _TorchCall) -> Any:
+    def _rolled(self, call: TorchCall) -> Any:
         """x.roll(number, dim), as a lookup of rows."""
         shift, dim = call.argument(1, "shifts"), call.argument(2, "dims")
         [shift] = shift if isinstance(shift, tuple | list) and len(shift) == 1 else [shift]
@@ -372,19 +351,19 @@ class Selections:
         count = call.given.shape[dim]
         return call.given.index_select(dim, (torch.arange(count) - shift.tensor()) % count)
 
-    def _divided(self, call: _TorchCall) -> Any:
+    def _divided(self, call: TorchCall) -> Any:
         if len(call.args) < 2:
             return NotImplemented
         return self._parts.divided(call.given, call.args[1], call.argument(2, "dim", 0))
 
-    def _joined(self, call: _TorchCall) -> Any:
+    def _joined(self, call: TorchCall) -> Any:
         if not isinstance(call.given, tuple | list):
             return NotImplemented
         dim = call.argument(1, "dim", 0)
         made = self._parts.joined(call.given, dim)
         return rows_in_order.joined(self._rows, call.given, dim) if made is NotImplemented else made
 
-    def _spread(self, call: _TorchCall) -> Any:
+    def _spread(self, call: TorchCall) -> Any:
         """Arithmetic on selected rows and a plain tensor with one row for each of them; its rows move to the selected
         places.
         """
@@ -403,14 +382,14 @@ class Selections:
         self._rows.hold_like(operands, made)
         return made
 
-    def _contracted(self, call: _TorchCall) -> Any:
+    def _contracted(self, call: TorchCall) -> Any:
         if not self._rows.any:
             return NotImplemented
-        return contracted(self._rows, call.func, call.name, call.args, call.kwargs)
+        return contracted(self._rows, call)
 
     # -- calls on selected rows ----------------------------------------------------------------------
 
-    def _merged(self, call: _TorchCall, held: MaskedRows) -> Any:
+    def _merged(self, call: TorchCall, held: MaskedRows) -> Any:
         args = call.args
         shape = tuple(args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:])
         if (groups := self._groups.grouped(call.given, shape)) is not NotImplemented:
@@ -423,14 +402,14 @@ class Selections:
         self._parts.reshaped(call.given, merged)
         return merged
 
-    def _flattened(self, call: _TorchCall, held: MaskedRows) -> Any:
+    def _flattened(self, call: TorchCall, held: MaskedRows) -> Any:
         shape = call.given.shape
         first, last = (call.argument(1, "start_dim", 0), call.argument(2, "end_dim", -1))
         if first % len(shape) or not last % len(shape):
             return NotImplemented
         return self._merged(replace(call, args=(call.given, (-1, *shape[last % len(shape) + 1 :]))), held)
 
-    def _iterate(self, call: _TorchCall, held: MaskedRows) -> Any:
+    def _iterate(self, call: TorchCall, held: MaskedRows) -> Any:
         """Iterating over the places that nonzero() found: constants, one by one; NotImplemented for other rows."""
         real = None if held.dim or call.argument(1, "dim", 0) else self._value(call.given)
         if real is None:
@@ -447,18 +426,18 @@ class Selections:
             places = None if real is None else real.tolist()
         return Iterations(x, self.tests, held.mask, places, [*self.tests.source()])
 
-    def _reduced(self, call: _TorchCall, held: MaskedRows) -> Any:
+    def _reduced(self, call: TorchCall, held: MaskedRows) -> Any:
         """A reduction over the selected rows."""
-        made = reduced(self._rows, call.func, call.name, call.args, call.kwargs)
+        made = reduced(self._rows, call, held)
         if made is not NotImplemented and call.given.dtype is torch.bool:
             self._counts.follow(call.name, (held.only(call.given), *call.args[1:]), call.kwargs, made)
         return made
 
-    def _ordered(self, call: _TorchCall, _: MaskedRows) -> Any:
-        return rows_in_order.ordered(self._rows, call.func, call.name, call.args, call.kwargs)
+    def _ordered(self, call: TorchCall, held: MaskedRows) -> Any:
+        return rows_in_order.ordered(self._rows, call, held)
 
-    def _loss(self, call: _TorchCall, held: MaskedRows) -> Any:
-        return mean_loss(self._rows, call.func, call.name, call.args, call.kwargs)
+    def _loss(self, call: TorchCall, held: MaskedRows) -> Any:
+        return mean_loss(call, held)
 
     # -- numbers of rows -----------------------------------------------------------------------------
 
@@ -558,7 +537,7 @@ class Selections:
         self._copies[made] = True
         return made
 
-    def _narrowed(self, call: _TorchCall) -> Any:
+    def _narrowed(self, call: TorchCall) -> Any:
         """Rewrite x.narrow(dim, place, length) or x.select(dim, place) if the place is an unknown integer."""
         dim, start = call.argument(1, "dim"), call.argument(2, "start" if call.name == "narrow" else "index")
         if not isinstance(start, ValueNumber) or not isinstance(dim, int) or self._rows.of(call.given) is not None:
@@ -567,18 +546,18 @@ class Selections:
         made = self._looked_up(call.given, dim % call.given.dim(), start, length)
         return made if call.name == "narrow" else made.squeeze(dim)
 
-    def _length(self, call: _TorchCall, held: MaskedRows) -> Any:
+    def _length(self, call: TorchCall, held: MaskedRows) -> Any:
         if held.dim or self.tests.inside_torch():
             return NotImplemented
         number = self._number_of(held.mask)
         return int(number) if not self._tests_length() else number.whole if number else 0
 
-    def _size(self, call: _TorchCall, held: MaskedRows) -> Any:
+    def _size(self, call: TorchCall, held: MaskedRows) -> Any:
         if call.name == "__get__" and getattr(call.func, "__self__", None) not in _PROPERTIES:
             return NotImplemented
         made = call.run()
         if call.name == "stride" and isinstance(made, tuple):
-            each = (_TorchCall(call.func, "stride", (call.given, dim), {}) for dim in range(len(made)))
+            each = (TorchCall(call.func, "stride", (call.given, dim), {}) for dim in range(len(made)))
             return tuple(self._size(one, held) for one in each)
         if isinstance(made, torch.Size):
             number = self._number_of(held.mask)
@@ -679,7 +658,7 @@ def _named(names: str, rewrite: Callable[..., Any]) -> dict[str, Callable[..., A
 
 
 # For each function, the method that returns its result for selected rows, or NotImplemented.
-_CALLS: Mapping[str, Callable[[Selections, _TorchCall], Any]] = {
+_CALLS: Mapping[str, Callable[[Selections, TorchCall], Any]] = {
     **_named("tensor as_tensor scalar_tensor", Selections._tensor),
     **_named("zeros ones full new_zeros new_ones new_full expand broadcast_to", Selections._select_rows),
     "expand_as": Selections._expanded,
@@ -701,7 +680,7 @@ _CALLS: Mapping[str, Callable[[Selections, _TorchCall], Any]] = {
     **dict.fromkeys(CONTRACTIONS, Selections._contracted),
 }
 # The same for calls whose first argument holds selected rows.
-_CALLS_OF_ROWS: Mapping[str, Callable[[Selections, _TorchCall, MaskedRows], Any]] = {
+_CALLS_OF_ROWS: Mapping[str, Callable[[Selections, TorchCall, MaskedRows], Any]] = {
     **_named("reshape view", Selections._merged),
     "flatten": Selections._flattened,
     **dict.fromkeys(REDUCTIONS, Selections._reduced),

@@ -217,7 +217,7 @@ def register(
 # Products
 rule("linear", "x[*b i], w[o i], +bias?[o] -> [*b o]", linear="x|w", work="*")
 rule(
-    "attention",
+    "attention attention_dropout",
     "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t], sinks?[(g r)], limits?[b s n], keys?[b m] "
     "-> [b (g r) s e]",
     slots=range(4),
@@ -283,16 +283,6 @@ rule("expert_matmul_grad_rows", "g[s o], experts[s], w[e i o] -> [s i]", blocked
 build("dropout", shapes.unary_linear)
 build("rand_like randn_like", shapes.pointwise)
 build("rand randn", shapes.constant)
-rule(
-    "attention_dropout",
-    "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t], sinks?[(g r)], limits?[b s n], keys?[b m] "
-    "-> [b (g r) s e]",
-    slots=range(4),
-    blocked="t d e n m",
-    ring="s t",
-    work="b g r s t d + b g r s t e",
-    heavy=True,
-)
 
 # Norms, losses, lookups
 build("rms_norm layer_norm", shapes.normalized, precision="low")  # these sum in fp32 inside

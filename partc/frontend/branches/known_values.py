@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.index_items import with_dims
+from partc.frontend.selections.torch_call import TorchCall
 from partc.torch_private import FakeTensor, outside_functorch, without_modes, without_overriding
 
 LARGEST = 1 << 16  # the most elements of a constant whose values are computed
@@ -125,21 +126,12 @@ class KnownValues:
             if most >= size or least < (0 if name in ("index_select", "gather") else -size):
                 raise IndexError(f"index {most if most >= size else least} is out of bounds for size {size}")
 
-    def follow(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        made: Any,
-        *,
-        known: bool,
-    ) -> None:
+    def follow(self, call: TorchCall, made: Any, *, known: bool) -> None:
         """Compute the values of a result, also of a change in place; forget them if they are unknown."""
-        changed = changed_operand(name, args, kwargs)
+        changed = _changed_operand(call)
         if changed is None and not isinstance(made, Tensor | tuple | list):
             return
-        real = self.computed(func, name, args, kwargs) if known and _elements(made) <= LARGEST else NotImplemented
+        real = self.computed(call) if known and _elements(made) <= LARGEST else NotImplemented
         if real is not NotImplemented:
             self.know(made, real)
         elif changed is not None:
@@ -153,20 +145,20 @@ class KnownValues:
         memory = held.untyped_storage().data_ptr()
         self._values.drop(lambda own: own.untyped_storage().data_ptr() == memory)
 
-    def computed(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def computed(self, call: TorchCall) -> Any:
         """The result on known values; NotImplemented if an operand is unknown or the result is random."""
-        if name in _DRAWS or kwargs.get("training"):
+        if call.name in _DRAWS or call.kwargs.get("training"):
             return NotImplemented
-        if name in _BROUGHT and not isinstance(args[0], FakeTensor):
+        if call.name in _BROUGHT and not isinstance(call.given, FakeTensor):
             with without_modes():
-                return args[0].clone()
+                return call.given.clone()
         try:
-            given = self.operands((args, dict(kwargs)), shaped=name in _SHAPED)
+            given = self.operands((call.args, dict(call.kwargs)), shaped=call.name in _SHAPED)
         except UnknownError:
             return NotImplemented
         with without_modes(), outside_functorch():  # no_grad would be recorded by the tracer
             try:
-                return func(*given[0], **given[1])
+                return call.func(*given[0], **given[1])
             except Exception:  # the traced call has succeeded, or will raise the same
                 return NotImplemented
 
@@ -196,11 +188,11 @@ class UnknownError(Exception):
     """The values of an operand are unknown."""
 
 
-def changed_operand(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+def _changed_operand(call: TorchCall) -> Tensor | None:
     """The tensor that a call changes in place."""
-    changed = kwargs.get("out")
-    if changed is None and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
-        changed = args[0] if args else None
+    changed = call.kwargs.get("out")
+    if changed is None and (call.name == "__setitem__" or (call.name.endswith("_") and not call.name.endswith("__"))):
+        changed = call.given
     return changed if isinstance(changed, Tensor) else None
 
 

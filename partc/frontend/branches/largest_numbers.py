@@ -18,6 +18,7 @@ from torch import Tensor
 
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.permissions import LARGEST_NUMBERS, permitted
+from partc.frontend.selections.torch_call import TorchCall
 from partc.torch_private import without_modes
 
 MOST = 1 << 20  # the largest number
@@ -53,8 +54,9 @@ class LargestNumbers:
         if x.dim() == 1 and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool):
             self._images[x] = _Image(name, lambda numbers: numbers)
 
-    def follow(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any, made: Any) -> None:
+    def follow(self, call: TorchCall, made: Any) -> None:
         """Note the result of a call whose tensors all depend on one entry."""
+        name, args, kwargs = call.name, call.args, call.kwargs
         if name in _LARGEST and isinstance(made, tuple):  # along a dimension: the numbers, and their places
             made = made[0]
         fixed = not any(isinstance(x, Tensor) for x in kwargs.values())
@@ -68,7 +70,7 @@ class LargestNumbers:
             operands = [self._images.get(x) for x in args]
             self._images[made] = _Image(
                 first.entry,
-                lambda numbers: func(
+                lambda numbers: call.func(
                     *(x if image is None else image.of(numbers) for x, image in zip(args, operands, strict=True)),
                     **kwargs,
                 ),

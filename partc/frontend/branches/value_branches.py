@@ -44,6 +44,7 @@ from partc.frontend.selections import value_floats
 from partc.frontend.selections.row_counts import Unsettled
 from partc.frontend.selections.selection_tests import SelectionTests
 from partc.frontend.selections.selections import Selections
+from partc.frontend.selections.torch_call import TorchCall
 from partc.frontend.statements import enclosing_nodes, path_to, span_of, tree_of
 from partc.frontend.traceable_forms.alignments import ctc_loss
 from partc.frontend.traceable_forms.functions import UNCHECKED, for_each, is_for_each, traceable_form
@@ -225,8 +226,9 @@ class ValueWatch(TorchFunctionMode):
         args, kwargs = self.known.with_sizes(name, args, kwargs)
         if (generator := kwargs.get("generator")) is not None:
             if generator is not torch.default_generator:
-                return self._drawn_by_own(func, name, args, kwargs)
+                return self._drawn_by_own(TorchCall(func, name, args, kwargs))
             kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+        call = TorchCall(func, name, args, kwargs)
         for replacement in (
             self._sized_by_constants,
             self.selections.call,
@@ -235,40 +237,41 @@ class ValueWatch(TorchFunctionMode):
             self._random_test,
             self._value_read,
         ):
-            made = replacement(func, name, args, kwargs, frame)
+            made = replacement(call, frame)
             if made is not NotImplemented:
-                self.known.follow(func, name, args, kwargs, made, known=not self.selections.hold((args, kwargs)))
+                self.known.follow(call, made, known=not self.selections.hold((args, kwargs)))
                 return made
         self.known.check_places(name, args, kwargs)
         with self._suspended() if isinstance(func, FunctionType) else nullcontext():
             made = self.copies.call(func, args, kwargs, frame)
-        self._follow(func, name, args, kwargs, made, known=self.selections.follow(name, args, kwargs, made))
+        self._follow(call, made, known=self.selections.follow(name, args, kwargs, made))
         return made
 
-    def _sized_by_constants(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, _: FrameType) -> Any:
+    def _sized_by_constants(self, call: TorchCall, _: FrameType) -> Any:
         """The result of a call whose size depends on known values; NotImplemented of other calls."""
+        name, args = call.name, call.args
         if name in _COUNTED and len(args) > 1 and isinstance(args[1], Tensor):
             numbers = self.known.get(args[1])
             if numbers is not None and numbers.dim():
                 with self:
-                    return _counted(name, args[0], numbers, *args[2:], **kwargs)
+                    return _counted(name, args[0], numbers, *args[2:], **call.kwargs)
         listed = name == "tensor" and isinstance(args[0], list) and any(isinstance(x, Tensor) for x in args[0])
         if listed or (name in _SIZED_BY_VALUES and (name != "where" or len(args) == 1)):
-            return self.known.constant(self.known.computed(func, name, args, kwargs))
+            return self.known.constant(self.known.computed(call))
         return NotImplemented
 
-    def _in_traceable_form(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, frame: FrameType) -> Any:
+    def _in_traceable_form(self, call: TorchCall, frame: FrameType) -> Any:
         """The result of a function that has a form which traces can follow; NotImplemented of others."""
-        if name == "ctc_loss":
-            return self._ctc_loss(args, kwargs, frame)
-        made = traceable_form(name, args, kwargs)
+        if call.name == "ctc_loss":
+            return self._ctc_loss(call, frame)
+        made = traceable_form(call.name, call.args, call.kwargs)
         if made is not NotImplemented:
-            self._assume_checks(name, frame)
+            self._assume_checks(call.name, frame)
         return made
 
-    def _ctc_loss(self, args: Any, kwargs: Any, frame: FrameType) -> Any:
+    def _ctc_loss(self, call: TorchCall, frame: FrameType) -> Any:
         words = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
-        named = {**dict(zip(words, args, strict=False)), **kwargs}
+        named = {**dict(zip(words, call.args, strict=False)), **call.kwargs}
         scores, targets, *lengths = (named[word] for word in words[:4])
         if not all(map(self._fits, lengths, (scores.shape[0], targets.shape[-1]))):
             self._assume_checks("ctc_loss", frame)
@@ -286,22 +289,24 @@ class ValueWatch(TorchFunctionMode):
         with without_modes():
             return known is not None and bool((torch.as_tensor(known) <= most).all())
 
-    def _random_test(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, frame: FrameType) -> Any:
+    def _random_test(self, call: TorchCall, frame: FrameType) -> Any:
         """A random number, flag or counter that is read, or the outcome of its test; NotImplemented of other calls."""
+        name, args = call.name, call.args
         if name == "item" and self._drawn.is_uniform(args[0]):
             return self._drawn.number(args[0])
         if name in ("__int__", "__index__") and (whole := self._drawn.whole_part(args[0])) is not None:
             return whole
         if args and args[0] in self._flags:
-            return self._flag_read(func, name, args, kwargs, frame)
+            return self._flag_read(call, frame)
         if name in TESTS and (test := self._drawn.of(args[0])) is not None and not test.is_certain:
             return self._branch(args[0], test.below, (test.draw, test.limit))
         return NotImplemented
 
-    def _flag_read(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, frame: FrameType) -> Any:
+    def _flag_read(self, call: TorchCall, frame: FrameType) -> Any:
         """A flag or counter that is read or computed with, or the outcome of its test; else NotImplemented."""
+        name, args = call.name, call.args
         if name in _OF_COUNTERS and not any(isinstance(x, Tensor) for x in args[1:]):
-            made = func(*args, **kwargs)
+            made = call.run()
             self._flags[made] = True
             return made
         if name not in (*TESTS, "item"):
@@ -321,13 +326,14 @@ class ValueWatch(TorchFunctionMode):
         negated = around is None or negation
         return self._branch(before.ne(0) if counts else before, negated, object())
 
-    def _value_read(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, _: FrameType) -> Any:
+    def _value_read(self, call: TorchCall, _: FrameType) -> Any:
         """The number that a call reads from a tensor, if it is known, assumed or a count; NotImplemented of calls that
         read none.
         """
+        name, args = call.name, call.args
         if name not in _READS:
             return NotImplemented
-        real = self.known.computed(func, name, args, kwargs)
+        real = self.known.computed(call)
         if real is not NotImplemented:
             return real
         passed = self._passed(_calling_frame()) if name in _TESTS else None
@@ -345,8 +351,8 @@ class ValueWatch(TorchFunctionMode):
             found = self.selections.answer(name, args[0])
         if found is NotImplemented:
             if name in _TESTS and self._may_branch() and permitted(BOTH_OUTCOMES).may():
-                return self._branch_on_values(args[0] if name in TESTS else _alike(name, *args, **kwargs))
-            return func(*args, **kwargs)
+                return self._branch_on_values(args[0] if name in TESTS else _alike(name, *args, **call.kwargs))
+            return call.run()
         return format(found, *args[1:]) if name == "__format__" else found
 
     @contextmanager
@@ -364,24 +370,23 @@ class ValueWatch(TorchFunctionMode):
         with replaced(Tensor, __bool__=true):
             yield
 
-    def _drawn_by_own(
-        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Tensor:
+    def _drawn_by_own(self, call: TorchCall) -> Tensor:
         """Numbers drawn from the model's own generator, as a constant; `frozen_state` refuses a generator that
         advances.
 
         Raises PartcError P0225 if their number or distribution depends on other values.
         """
+        name, args = call.name, call.args
         filled = name.endswith(("_", "_like"))
         try:
-            given = self.known.operands((args[filled:], dict(kwargs)), shaped=False)
+            given = self.known.operands((args[filled:], dict(call.kwargs)), shaped=False)
             large = filled and args[0].numel() > LARGEST
         except UnknownError:
             large = True
         real: Tensor | None = None
         with without_modes():
             first = (torch.empty(tuple(args[0].shape), dtype=args[0].dtype),) if filled and not large else ()
-            real = None if large else func(*first, *given[0], **given[1])
+            real = None if large else call.func(*first, *given[0], **given[1])
         if real is None or real.numel() > LARGEST:
             raise PartcError(
                 "P0225",
@@ -398,31 +403,22 @@ class ValueWatch(TorchFunctionMode):
             changed: Tensor = args[0].copy_(made)
         return changed
 
-    def _follow(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        made: Any,
-        *,
-        known: bool,
-    ) -> None:
+    def _follow(self, call: TorchCall, made: Any, *, known: bool) -> None:
         """Note all that is known of a call's result. `known` is whether its values may follow from those of
         constants.
         """
         if not known:
-            self.known.follow(func, name, args, kwargs, made, known=False)
+            self.known.follow(call, made, known=False)
             return
-        self._drawn.follow(name, args, kwargs, made)
-        self._largest.follow(func, name, args, kwargs, made)
-        self._follow_finite(name, args, made)
+        self._drawn.follow(call.name, call.args, call.kwargs, made)
+        self._largest.follow(call, made)
+        self._follow_finite(call.name, call.args, made)
         test = self._drawn.of(made)
         if test is not None and test.is_certain:
             with without_modes():
                 self.known.know(made, torch.full(made.shape, test.certain_outcome, dtype=torch.bool))
             return
-        self.known.follow(func, name, args, kwargs, made, known=True)
+        self.known.follow(call, made, known=True)
 
     def _branch(self, test: Tensor, below: bool, key: object, *, of_values: bool = False) -> bool:
         """Choose the outcome of a branch on a random number, flag, counter or other values, and record the branch in

@@ -132,19 +132,17 @@ class Selections:
             return without_counts(args, arithmetic), without_counts(kwargs, arithmetic)
         return args, kwargs
 
-    def call(
-        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
-    ) -> Any:
+    def call(self, call: TorchCall, frame: FrameType) -> Any:
         """The result of a call that selected rows change; NotImplemented for other calls."""
         while frame.f_back is not None and frame.f_code.co_filename in _METHODS:
             frame = frame.f_back
         self.tests.frame = frame
+        name, args = call.name, call.args
         if name in ("__getitem__", "__setitem__") and (index := _without_lists(args[1])) is not args[1]:
-            call = TorchCall(func, name, (args[0], index, *args[2:]), kwargs)
+            call = replace(call, args=(args[0], index, *args[2:]))
             made = _CALLS[name](self, call)
             return call.run() if made is NotImplemented else made
-        call = TorchCall(func, name, args, kwargs)
-        changed = kwargs.get("out", call.given if _changes_in_place(name) else None)
+        changed = call.kwargs.get("out", call.given if _changes_in_place(name) else None)
         if isinstance(changed, Tensor) and (changed in self._copies or changed._base in self._copies):
             raise unknown_number()
         if (rewrite := _CALLS.get(name)) is not None:

@@ -1,4 +1,4 @@
-"""Calls of torch's functions that selected rows may change."""
+"""Calls of torch's functions, as the modes of a trace receive them."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ beyond it are padding. Only recurrent networks and `pad_packed_sequence` may rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -19,6 +19,7 @@ from torch.nn.utils import rnn
 
 from partc.errors import untraced
 from partc.frontend.by_tensor import ByTensor
+from partc.frontend.selections.torch_call import TorchCall
 from partc.torch_private import without_modes
 
 _NETWORKS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -40,8 +41,9 @@ class PackedSequences:
     _orders: list[Tensor] = field(default_factory=list)  # of sequences by their lengths: packed data have none
     _data: ByTensor[None] = field(default_factory=ByTensor)
 
-    def call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType) -> Any:
+    def call(self, call: TorchCall, frame: FrameType) -> Any:
         """The result of a call that makes or reads packed data; NotImplemented of others. Raises PartcError P0206."""
+        name, args = call.name, call.args
         if frame.f_code is rnn.pack_padded_sequence.__code__ and name == "sort" and not self.knows(args[0]):
             self._orders.append(torch.arange(len(args[0])))
             return args[0], self._orders[-1]
@@ -65,8 +67,8 @@ class PackedSequences:
                 )
             x, lengths = self._padded(*args)
             return x.narrow(1 if args[2] else 0, 0, int(longest)), lengths
-        fact = getattr(func.__self__, "__name__", "") if name == "__get__" else name
-        read = self._data and any(x in self._data for x in _listed((*args, *kwargs.values())))
+        fact = getattr(getattr(call.func, "__self__", None), "__name__", "") if name == "__get__" else name
+        read = self._data and any(x in self._data for x in _listed((*args, *call.kwargs.values())))
         if read and fact not in _FACTS and not (name == "size" and args[1:] == (-1,)):
             raise untraced(
                 f"{fact} reads the data of packed sequences, whose number is unknown",

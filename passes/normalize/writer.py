@@ -10,10 +10,10 @@ import torch
 
 from partc.errors import PartcError
 from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType, Value
+from partc.rules.integer_bounds import OPPOSITE
 from partc.rules.rule import integers
 
 Rewrite = Callable[["Writer", Op], None]
-_TESTS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and"})
 
 
 @dataclass(slots=True)
@@ -69,7 +69,11 @@ class Writer:
             shape = tuple(torch.broadcast_shapes(*(type.shape for type in operands)))
         if dtype is None:
             named = [arg.name for arg in (*args, *attrs.values()) if isinstance(arg, DTypeArg)]
-            dtype = "bool" if name in _TESTS else (*named, *(type.dtype for type in operands))[0]
+            dtype = (
+                "bool"
+                if name in OPPOSITE or name.startswith("logical_")
+                else (*named, *(type.dtype for type in operands))[0]
+            )
         return self.add(op, name, args, self.value(f"{op.results[0].name}_{stem}", shape, dtype), **attrs)
 
     def draw(self) -> int:

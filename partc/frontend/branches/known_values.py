@@ -11,7 +11,7 @@ from torch import Tensor
 from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.index_items import with_dims
-from partc.frontend.selections.torch_call import TorchCall
+from partc.frontend.torch_call import TorchCall
 from partc.torch_private import FakeTensor, outside_functorch, without_modes, without_overriding
 
 LARGEST = 1 << 16  # the most elements of a constant whose values are computed

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.permissions import LARGEST_NUMBERS, permitted
-from partc.frontend.selections.torch_call import TorchCall
+from partc.frontend.torch_call import TorchCall
 from partc.torch_private import without_modes
 
 MOST = 1 << 20  # the largest number

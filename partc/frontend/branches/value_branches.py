@@ -44,8 +44,8 @@ from partc.frontend.selections import value_floats
 from partc.frontend.selections.row_counts import Unsettled
 from partc.frontend.selections.selection_tests import SelectionTests
 from partc.frontend.selections.selections import Selections
-from partc.frontend.selections.torch_call import TorchCall
 from partc.frontend.statements import enclosing_nodes, path_to, span_of, tree_of
+from partc.frontend.torch_call import TorchCall
 from partc.frontend.traceable_forms.alignments import ctc_loss
 from partc.frontend.traceable_forms.functions import UNCHECKED, for_each, is_for_each, traceable_form
 from partc.frontend.traceable_forms.packed_sequences import PackedSequences

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from partc.frontend.selections.selected_rows import MaskedRows, SelectedRows
-from partc.frontend.selections.torch_call import TorchCall
+from partc.frontend.torch_call import TorchCall
 
 Number = float | int | bool
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from partc.frontend.selections.selected_rows import INTEGERS, MaskedRows, SelectedRows
-from partc.frontend.selections.torch_call import TorchCall
+from partc.frontend.torch_call import TorchCall
 
 ORDERED = frozenset({"sort", "topk", "median", "flip"})
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from partc.errors import PartcError, Source, untraced
+from partc.frontend import torch_call
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.statements import enclosing_nodes
 from partc.installed import is_machinery, line_of, user_frame
@@ -27,7 +28,7 @@ _library = torch.library.Library("partc", "FRAGMENT")
 _library.define(f"{TESTED}(Tensor[] tested, int first, int last, int loop, str line, bool outcome) -> ()")
 _library.impl(TESTED, lambda tested, first, last, loop, line, outcome: None, "CompositeExplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.partc.selection_tested.default)
-_OWN = str(Path(__file__).parent)  # the folder whose frames lie between a model's code and a test
+_OWN = (str(Path(__file__).parent), torch_call.__file__)  # their frames lie between a model's code and a test
 _Elements = tuple[int, int, int]  # (version of a mask, first element, last element)
 
 
@@ -148,7 +149,7 @@ class SelectionTests:
 
 
 def caller_frame() -> FrameType | None:
-    """The innermost frame outside of this folder."""
+    """The innermost frame outside of this folder and of the calls that it runs."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back

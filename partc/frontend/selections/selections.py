@@ -51,9 +51,9 @@ from partc.frontend.selections.row_reductions import CONTRACTIONS, REDUCTIONS, c
 from partc.frontend.selections.selected_parts import SelectedParts
 from partc.frontend.selections.selected_rows import INTEGERS, MaskedRows, SelectedRows, leaves
 from partc.frontend.selections.selection_tests import Iterations, SelectionTests, caller_frame
-from partc.frontend.selections.torch_call import TorchCall
 from partc.frontend.selections.value_floats import ValueFloat
 from partc.frontend.statements import enclosing_nodes
+from partc.frontend.torch_call import TorchCall
 from partc.frontend.traceable_forms.functions import fixed_bincount
 from partc.ir.program import MODULE_MARK
 from partc.torch_private import without_modes, without_overriding

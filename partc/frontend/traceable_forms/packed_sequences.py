@@ -19,7 +19,7 @@ from torch.nn.utils import rnn
 
 from partc.errors import untraced
 from partc.frontend.by_tensor import ByTensor
-from partc.frontend.selections.torch_call import TorchCall
+from partc.frontend.torch_call import TorchCall
 from partc.torch_private import without_modes
 
 _NETWORKS = ("lstm", "gru", "rnn_tanh", "rnn_relu")

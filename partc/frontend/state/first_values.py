@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError
 from partc.frontend.state.first_steps import unchanged, with_buffers
+from partc.frontend.state.kept_attributes import own_attributes
 from partc.runtime.first_steps import ABSENT, FirstSteps, FirstValue
-
-_OF_MODULES = frozenset(vars(nn.Module()))  # members and hooks, and `training`
 
 
 @dataclass(slots=True)
@@ -82,7 +81,7 @@ def _held(module: nn.Module) -> dict[str, Any]:
     """The plain attributes and the buffers of a module."""
     if isinstance(module, torch.jit.ScriptModule):
         return {}
-    return {name: x for name, x in vars(module).items() if name not in _OF_MODULES} | dict(module._buffers)
+    return own_attributes(module) | dict(module._buffers)
 
 
 def _open(module: nn.Module) -> dict[str, Any]:

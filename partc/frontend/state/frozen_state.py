@@ -34,7 +34,7 @@ from torch import Tensor, fx, nn
 from partc.errors import PartcError, Source
 from partc.frontend.state.caches import cached_values, caches
 from partc.frontend.state.generator_states import KeptStates
-from partc.frontend.state.kept_attributes import Contents
+from partc.frontend.state.kept_attributes import MEMBERS, Contents
 from partc.frontend.state.opposite_numbers import opposite
 from partc.frontend.state.other_numbers import TRIES, is_generator, other_numbers
 from partc.frontend.state.stateful_code import CLOCKS, may_keep_state, stateful_lines, user_modules
@@ -47,7 +47,7 @@ DEPTH, ITEMS = 8, 1 << 16
 SHIFT = 200_451.37  # seconds by which a second trace sets clocks ahead: another hour and another weekday
 _CONSTANTS = frozenset({bool, int, float, str, bytes, complex, torch.dtype, torch.device, type(None)})
 _PLAIN = tuple(_CONSTANTS)
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"}  # members and hooks
+_INTERNAL = MEMBERS - {"training"}  # members and hooks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch import nn
 
 _LISTS, _MAPPINGS = (list, deque), (dict, OrderedDict, defaultdict)
 _CONTAINERS = (*_LISTS, *_MAPPINGS, tuple)
-_OF_MODULES = frozenset(vars(nn.Module()))
+MEMBERS = frozenset(vars(nn.Module()))  # the attributes of every module: members, hooks and `training`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def kept_attributes(model: nn.Module) -> Iterator[None]:
     """A context after which every attribute is the same object again, and lists and dicts among them have their old
     contents. Attributes that are new stay.
     """
-    before = [(vars(module), _attributes(module)) for module in model.modules()]
+    before = [(vars(module), own_attributes(module)) for module in model.modules()]
     contents = Contents.reached(value for _, attributes in before for value in attributes.values())
     try:
         yield
@@ -78,6 +78,6 @@ def kept_attributes(model: nn.Module) -> Iterator[None]:
         contents.restore()
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module, without its members and hooks."""
-    return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that not every module has."""
+    return {name: value for name, value in vars(module).items() if name not in MEMBERS}

@@ -44,6 +44,14 @@ class Pin:
     def matches(self, name: str) -> bool:
         return fnmatchcase(name, self.pattern)
 
+    def unmatched(self) -> PartcError:
+        """The error for a pin that matches nothing."""
+        return PartcError(
+            "P0303",
+            f"--shard {self.pattern!r} matches no value or parameter",
+            help="names are those of `partc inspect`: parameters by full name, values as region.value",
+        )
+
     def placement(self, axis: str) -> Placement:
         """The placement of the pin on this axis: `[_, 4096@tp]`, `[3 * 64@tp, _]`, `[_, _]`."""
         found: Placement = Replicated()
@@ -96,11 +104,7 @@ def check_pins(program: Program, pins: Sequence[Pin]) -> None:
                 )
         matched = [name for name in known if pin.matches(name)]
         if not matched:
-            raise PartcError(
-                "P0303",
-                f"--shard {pin.pattern!r} matches no value or parameter",
-                help="names are those of `partc inspect`: parameters by full name, values as region.value",
-            )
+            raise pin.unmatched()
         for name in matched:
             reason = pin.misfit(known[name])
             if reason is not None:

@@ -207,11 +207,7 @@ class _PlacementProgram:
         self._add_crossing_values()
         for pin, _ in self.pins:
             if pin.pattern not in self.pins_met:
-                raise PartcError(
-                    "P0303",
-                    f"--shard {pin.pattern!r} matches no value or parameter",
-                    help="names are those of `partc inspect`: parameters by full name, values as region.value",
-                )
+                raise pin.unmatched()
         types = {**self.program.value_types(), **{p.name: p.type for p in self.program.parameters}}
         inside = {
             f"{region.name}.{value.name}": (("op", region.name, index), output, value.type)

@@ -343,7 +343,7 @@ class GraphReader:
         value = node.meta.get("val")
         if _name(node).endswith("::_varlen_attn"):
             raise untraced(
-                "attention with cu_seqlens is a kernel of GPUs",
+                "attention with cu_seqlens only has a kernel for GPUs",
                 help="mask by document: torch.searchsorted(cu_seqlens, positions, right=True) numbers them",
             )
         if _writes_operands(node):

@@ -105,6 +105,6 @@ class Choices:
         return PartcError(
             "P0302",
             f"--shard {pin.pattern}={pin.text}: {name} is not a table that can be cut in this way",
-            help="over dp and cp, rows or columns of tables are cut that lookups alone read, rows over one axis; "
-            "columns must be a multiple of the axis",
+            help="dp and cp can cut a table that only lookups read: its rows over one of the two, or its columns, "
+            "if their number is a multiple of the axis",
         )

@@ -98,7 +98,8 @@ def _known_indices(limits: Sequence[IndexLimit]) -> Iterator[dict[str, Any]]:
     """The limits of known parts of an entry, without values that are usual."""
     for limit in limits:
         if limit.part is not None:
-            yield {name: x for name, x in asdict(limit).items() if x not in (None, ())}
+            usual = asdict(IndexLimit(below=limit.below)) | {"below": None}
+            yield {name: x for name, x in asdict(limit).items() if x != usual[name]}
 
 
 def _parameters(program: Program) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexLimit:
-    """A read of an integer entry, in which each number is at least 0 and below `below`, or `ignored`.
+    """A read of an integer entry, in which each number is at least `least` and below `below`, or `ignored`.
 
     `part` has (dimension, start, stop) for each dimension of which a slice is read; None if the part is unknown.
     """
 
     below: int
+    least: int = 0
     ignored: int | None = None
     part: tuple[tuple[int, int, int], ...] | None = ()

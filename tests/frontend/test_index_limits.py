@@ -29,6 +29,10 @@ USES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "classes of log-probabilities": lambda m, x, y: F.nll_loss(m.head(x).log_softmax(1), y[:, 2]),
     "gather": lambda m, x, y: m.head(x).gather(1, y[:, :1]).sum(),
     "one_hot": lambda m, x, y: (F.one_hot(y[:, 0], ROWS) * m.head(x)).sum(),
+    "rows of a tensor": lambda m, x, y: m.head(m.table.weight[y[:, 1]]).sum(),
+    "columns of a tensor": lambda m, x, y: m.head.weight.t()[:, y[:, 1:]].sum() + m.head(x).sum(),
+    "a slice of a square transposed": lambda m, x, y: m.table(y[:3].t()[:, 1:]).sum(),
+    "elements of rows": lambda m, x, y: m.head(x)[torch.arange(8), y[:, 2]].sum(),
     "rows behind a mask": lambda m, x, y: F.cross_entropy(m.head(x)[y[:, 0] >= 0], y[:, 0][y[:, 0] >= 0]),
     "a limited number": lambda m, x, y: m.table(y.clamp(0, ROWS - 1)).sum() + m.head(x).sum(),
 }

@@ -165,13 +165,13 @@ def check_indices(x: Tensor, limits: Sequence[Mapping[str, Any]], subject: str, 
     Eager torch stops there as well; ranks that hold a part of a table take such a number for one of another rank.
     """
     for limit in limits:
-        part, below = x, limit["below"]
+        part, least, below = x, limit.get("least", 0), limit["below"]
         for dim, start, stop in limit.get("part", ()):
             part = part.narrow(dim, start, stop - start)
-        outside = (part < 0) | (part >= below)
+        outside = (part < least) | (part >= below)
         if "ignored" in limit:
             outside &= part != limit["ignored"]
         if outside.any():
             ignored = f", or are {limit['ignored']}" if "ignored" in limit else ""
             cause = f"{subject} has the number {part[outside][0]}, which selects none of {below:,} rows or classes"
-            raise UsageError("P0543", cause, f"such numbers are 0 to {below - 1:,}{ignored}", alike=alike)
+            raise UsageError("P0543", cause, f"such numbers are {least:,} to {below - 1:,}{ignored}", alike=alike)

@@ -925,3 +925,26 @@ def test_attention_drops_by_places_that_its_batch_holds() -> None:
     """Places that cp makes more of were numbered as though the batch were a sequence of three."""
     batch = {"x": torch.randn(8, 6, 3, 10, generator=torch.Generator().manual_seed(5))}
     _equal(rows_of_routers, batch, "cp=2")
+
+
+class SizeByRunning(nn.Module):
+    """The constructor runs a part of the model to know the size of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Conv1d(2, 3, 3)
+        with torch.inference_mode():
+            size = self.body(torch.zeros(1, 2, 9)).flatten(1).shape[1]
+        self.head = nn.Linear(size, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).flatten(1)).square().mean()
+
+
+def size_by_running() -> nn.Module:
+    return SizeByRunning()
+
+
+def test_constructors_may_use_inference_mode() -> None:
+    """Tensors of inference mode have no version, which the record of constants asked for: model() failed, it said."""
+    _equal(size_by_running, {"x": torch.randn(8, 2, 9, generator=torch.Generator().manual_seed(5))}, "dp=2")

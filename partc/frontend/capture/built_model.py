@@ -17,6 +17,7 @@ from partc.frontend.state.constant_buffers import Recipes
 from partc.frontend.state.constructor_values import with_values
 from partc.frontend.state.shared_memory import Pair, shared_with
 from partc.quoting import encodable
+from partc.replaced import replaced
 from partc.runtime.train.plain_tensors import modules_by_path
 from partc.runtime.train.precision import dtype_held
 from partc.runtime.train.without_values import WithoutValues, built_without_values
@@ -26,7 +27,7 @@ from partc.torch_private import FakeTensorMode, fake_stored, storage_identity
 def built_model(build: Callable[[], Any], path: Path | None, recipes: Recipes) -> nn.Module:
     """The model, built without values; `recipes` record its constants. Raises PartcError P0205."""
     try:
-        with torch.device("meta"), _pointers_of_meta_tensors(), recipes:
+        with torch.device("meta"), _pointers_of_meta_tensors(), inference_as_no_grad(), recipes:
             plain = WithoutValues()
             try:
                 model = built_without_values(build, plain)
@@ -53,6 +54,22 @@ def built_model(build: Callable[[], Any], path: Path | None, recipes: Recipes) -
             "P0205", f"model() returns {type(model).__name__}, not a torch.nn.Module", help="return the model"
         )
     return model
+
+
+@contextmanager
+def inference_as_no_grad() -> Iterator[None]:
+    """A context in which inference mode acts like no_grad. A trace would not record it, and tensors in it have no
+    versions, which tell whether a constant of a constructor was written to.
+    """
+    inside: list[torch.set_grad_enabled] = []
+
+    def entered(each: Any) -> None:
+        inside.append(torch.set_grad_enabled(not each.mode))
+        inside[-1].__enter__()
+
+    left = lambda each, *error: inside.pop().__exit__(*error)  # noqa: E731
+    with replaced(torch.inference_mode, __enter__=entered, __exit__=left):
+        yield
 
 
 def walkable(model: Any) -> Any:

@@ -19,6 +19,7 @@ from partc.frontend.branches.builtin_numbers import keeping_unknown_numbers, usi
 from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.branches.outcomes import Outcomes
 from partc.frontend.branches.value_branches import ValueWatch
+from partc.frontend.capture.built_model import inference_as_no_grad
 from partc.frontend.gradients.hooks import Hook
 from partc.frontend.model_precision import computing_in, mark_disabled_autocast
 from partc.frontend.repeats.copied_calls import UncopiedError
@@ -182,7 +183,7 @@ class TracedStep(nn.Module):
                 self._watch.watching(), using_traceable_builtins(self._watch.modules, id=identity), values.watching(),
                 keeping_unknown_numbers(self._homes()),
                 repeats.marking(), registering({id(vars(x)) for x in self._watch.named.values()}), _conversions(),
-                _known_seeds(), _inference(), disabled_autocasts_as(mark_disabled_autocast), copied_modules(),
+                _known_seeds(), inference_as_no_grad(), disabled_autocasts_as(mark_disabled_autocast), copied_modules(),
                 untraceable_modules(), traceable_assignments(self._watch.modules),
                 traceable_spans(self._watch.named.values()), self._with_masks(), traced.members.current(),
             ):  # fmt: skip
@@ -334,18 +335,4 @@ def _known_seeds() -> Iterator[None]:
         seed(generator, a, version)
 
     with replaced(random.Random, seed=seeded):
-        yield
-
-
-@contextmanager
-def _inference() -> Iterator[None]:
-    """A context in which inference mode acts like no_grad; a trace would not record inference mode."""
-    inside: list[torch.set_grad_enabled] = []
-
-    def entered(each: Any) -> None:
-        inside.append(torch.set_grad_enabled(not each.mode))
-        inside[-1].__enter__()
-
-    left = lambda each, *error: inside.pop().__exit__(*error)  # noqa: E731
-    with replaced(torch.inference_mode, __enter__=entered, __exit__=left):
         yield

@@ -73,8 +73,8 @@ KNOWN: tuple[Known, ...] = (
         help="keep padded rows and mask them",
     ),
     Known(
-        pattern=r"TypeError: .*Sym(?:Int|Float|Bool)",
-        cause="forward passes a number that a tensor holds to a function outside torch",
+        pattern=r"TypeError: .*Sym(?:Int|Float|Bool)|got SymInt|only supported seed types",
+        cause="forward passes a number that a tensor holds to a function that needs its value",
         help="compute with torch's operations on the tensor itself: x.exp() in place of numpy.exp(x.item())",
     ),
     Known(

@@ -169,6 +169,8 @@ LINEAR = "self.up = nn.Linear(8, 12)"
 CAUSES: dict[str, tuple[Changes, str, str]] = {
     "a branch": (((OUT, "sum(v for v in h.flatten() if v > 0)"),), f"{NO_VALUES}: `return sum(v for v in h.flatten() if v > 0)`", "torch.where"),
     "item()": (((OUT, "h.sum() * round(h.max().item())"),), NO_VALUES, "torch.where"),
+    "a seed": (((OUT, "h.sum() * __import__('random').Random(x.argmax().item()).random()"),), "a function that needs its value", "on the tensor itself"),
+    "a generator's seed": (((OUT, "h.sum() * torch.rand((), generator=torch.Generator().manual_seed(x.argmax().item()))"),), "a function that needs its value", "on the tensor itself"),
     "the places of a list": (((OUT, "sum([h.sum()] * 3 + [[h.mean()][i] for i in x[0].long().argsort()])"),), "IndexError: list index", "torch.stack(items)[i]"),
     "two tensors that may be equal": ((("        return self", "        while not torch.equal(h[0], h[1]): h = h.tanh()\n        return self"),), "torch.equal gives a Python value that depends on the values of tensors", "torch.where"),
     "a selection": (((OUT, "h[h > 0].diff().sum()"),), NO_VALUES, "mask"),

@@ -70,7 +70,7 @@ def _limits(op: Op, types: _Types) -> Iterator[tuple[str, IndexLimit]]:
     table, second, third, *_ = (*op.args, None, None, None)
     if not isinstance(table, Ref):
         return
-    shape = types[table.name].shape
+    shape = types[table.name].shape or (1,)  # torch takes a number for one element
     if op.name in ("embedding", "embedding_bag") and isinstance(second, Ref):
         yield second.name, IndexLimit(below=shape[0])
     elif op.name in ("gather", "index_select") and isinstance(third, Ref) and isinstance(second, int):

@@ -62,8 +62,9 @@ def files(
     """The files of the package one by one, as (path, text). Equal arguments give equal texts.
 
     `report` holds sentences for the README about this plan. `modules` are the program's, if they exist already;
-    `memory` is the account of the ranks' memory. `constants` are the entries of the batch that are not tensors,
-    `limits` those of its integers that are indices. `planned` is the prediction for a plan that partc has chosen.
+    `memory` is the account of the ranks' memory. `constants` are the entries of the batch that are not tensors.
+    `limits` has the limits of its integers that are indices. `planned` is the prediction for a plan that partc has
+    chosen.
     """
     modules = emit(program) if modules is None else modules
     stages = [module.code for module in modules.stages]

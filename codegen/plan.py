@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -81,25 +81,21 @@ def plan(
 
 
 def _inputs(program: Program, limits: Mapping[str, Sequence[IndexLimit]]) -> dict[str, Any]:
-    """The entries of a batch; `limits` are those of indices."""
+    """The entries of a batch; `limits` has the limits of those that are indices."""
     largest = dict(program.largest)
     return {
         name: {
             **_typed(program.step_input(name), program),
-            **({"below": min(each.below for each in limits[name])} if name in limits else {}),
-            **({"indices": found} if (found := [*_known_indices(limits.get(name, ()))]) else {}),
+            **({"indices": [_index_limit(each) for each in limits[name]]} if name in limits else {}),
             **({"largest": largest[name]} if name in largest else {}),
         }
         for name in program.inputs
     }
 
 
-def _known_indices(limits: Sequence[IndexLimit]) -> Iterator[dict[str, Any]]:
-    """The limits of known parts of an entry, without values that are usual."""
-    for limit in limits:
-        if limit.part is not None:
-            usual = asdict(IndexLimit(below=limit.below)) | {"below": None}
-            yield {name: x for name, x in asdict(limit).items() if x != usual[name]}
+def _index_limit(limit: IndexLimit) -> dict[str, Any]:
+    """A limit without the fields that have their defaults."""
+    return {each.name: x for each in fields(limit) if (x := getattr(limit, each.name)) != each.default}
 
 
 def _parameters(program: Program) -> dict[str, Any]:

@@ -303,10 +303,8 @@ class _Walk:
         self.demanded: set[str] = set()
         self.inside: dict[tuple[str, str], None] = {}  # (region, value) that must be complete over the batch
         self.names = {region.name for region in program.regions}
-        # A region for one set of arguments, of results that a step fixes, and of the phase.
-        self.variants: dict[
-            tuple[str, tuple[Placement, ...], tuple[Placement | None, ...], bool], tuple[Region, tuple[Placement, ...]]
-        ] = {}
+        # By region, placements of arguments, fixed placements of results, and whether it runs once per step.
+        self.variants: dict[tuple[str, object, object, bool], tuple[Region, tuple[Placement, ...]]] = {}
         self.values: dict[str, Placement] = {}
         self.pure = input_only(program)
         self.updates = {value for _, value in program.updates}

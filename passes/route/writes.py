@@ -22,8 +22,8 @@ class Write:
     `held`: a vector whose elements at the selected places are the places of the rows, such as sorted tokens; "" if the
     rows go to the selected places themselves.
 
-    `sums`: the sums that `y[places] += rows` assigns; "" for other writes. A place that is selected twice would keep
-    one sum only, so this adds rows only if every place is selected once.
+    `sums`: for `y[places] += rows`, the assigned value `y[places] + rows`; "" for other writes. Torch keeps one of the
+    sums of a place that is selected twice, so this adds rows only if every place is selected once.
     """
 
     op: Op

@@ -175,7 +175,7 @@ def _conjunction(rows: Sequence[Value], writing: LimitWriter) -> str | None:
 def structured(known: Runs | None, writing: LimitWriter, *, in_chunks: bool) -> tuple[Seen | None, Attrs]:
     """The structure of a constant mask, or else its limits; (None, ()) if it has neither.
 
-    A mask of chunks also becomes limits, unless attention may run in chunks.
+    Chunks are structure only if attention may run in chunks; otherwise they are described by limits.
     """
     found = _seen(known)
     without = found is None or (found.chunk and not in_chunks)
@@ -183,7 +183,7 @@ def structured(known: Runs | None, writing: LimitWriter, *, in_chunks: bool) -> 
 
 
 def _seen(known: Runs | None) -> Seen | None:
-    """The structure of a constant mask without limits; None if it has no such structure."""
+    """The structure of a constant mask that needs no limits; None if there is none."""
     return Seen(causal=False, window=0) if known is None else structure(known)
 
 

@@ -139,7 +139,11 @@ def test_options_that_contradict(
 
 def test_tokens_are_checked_before_processes_start(tmp_path: Path) -> None:
     """Too few of them, or tokens that the model does not have."""
-    plan = {"inputs": {name: {"dtype": "i64", "layout": "[4@dp, 16]", "below": 50} for name in ("ids", "labels")}}
+    plan = {
+        "inputs": {
+            name: {"dtype": "i64", "layout": "[4@dp, 16]", "indices": [{"below": 50}]} for name in ("ids", "labels")
+        }
+    }
     for tokens, labels, message in (
         (bytes(30), None, "has 15 tokens, and a row of the batch 16"),
         (bytes(32), "next", "has 16 tokens, and a row of the batch 17"),

@@ -928,7 +928,7 @@ def test_attention_drops_by_places_that_its_batch_holds() -> None:
 
 
 class SizeByRunning(nn.Module):
-    """The constructor runs a part of the model to know the size of its output."""
+    """The constructor runs the first layer to find the size of its output."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,11 @@ def written(path: Path, tokens: list[int], dtype: str = "uint16") -> Path:
 
 
 def plan(*names: str, rows: int = 4, length: int = 3, below: int | None = None) -> dict[str, Any]:
-    entry = {"dtype": "i64", "layout": f"[{rows}@dp,mb, {length}]", **({"below": below} if below else {})}
+    entry = {
+        "dtype": "i64",
+        "layout": f"[{rows}@dp,mb, {length}]",
+        **({"indices": [{"below": below}]} if below else {}),
+    }
     return {"inputs": dict.fromkeys(names, entry)}
 
 

@@ -7,13 +7,11 @@ import json
 import math
 import os
 import random
-import re
 import subprocess
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from torch import Tensor
 
 import partc
 from partc.errors import PartcError
+from partc.ir.mesh import Mesh
 from partc.package.export import export
 from partc.package.launch import local_environment, torchrun_command
 from tests.independent.plain import Recipe, Trained, train
@@ -105,9 +104,11 @@ def drawn_setting(seed: int) -> Setting:
         "loss_chunks": (2, 4),
         "bucket": ("1KB", "64B"),
         "recompute": ("softmax,all_gather", "gelu,relu,tanh,mul", "sum,add,layer_norm"),
-        "nodes": (2,) if prod(int(size) for size in re.findall(r"=(\d)", mesh)) == 4 else (None,),
+        "nodes": (2,),
     }
     options |= {name: draw.choice(values) for name, values in rare.items() if draw.random() < 0.25}
+    if Mesh.parse(mesh).size != 4:
+        options.pop("nodes", None)
     if draw.random() < 0.25:
         recipe = replace(recipe, optimizer=draw.choice(RARE_OPTIMIZERS))
     return Setting(mesh=mesh, options=options, recipe=recipe)
@@ -191,9 +192,7 @@ def packaged(build: Path, recipe: Recipe, folder: Path, server: Server | None) -
 
 def _forked(build: Path, arguments: Sequence[str], folder: Path, server: Server) -> None:
     """Every rank a process of its own, with the environment that torchrun gives it."""
-    ranks = prod(
-        int(axis.rpartition("=")[2]) for axis in json.loads((build / "plan.json").read_text())["mesh"].split(",")
-    )
+    ranks = Mesh.parse(json.loads((build / "plan.json").read_text())["mesh"]).size
     output = folder / "output.txt"
     command = [str(build / "train.py"), *arguments]
     if server.ranks(ranks, command, output, {**os.environ, "OMP_NUM_THREADS": "1"}).wait():

@@ -47,7 +47,7 @@ class MaskedRows:
         return self.chosen.sum()
 
     def numbers(self, places: Tensor) -> Tensor:
-        """The rows at some places, which count all rows, as numbers that count the selected rows only."""
+        """For each row number in `places`, which counts all rows, the number that counts selected rows only."""
         counted = self.chosen.flatten().cumsum(0) - 1
         return counted.index_select(0, places.flatten()).reshape(places.shape)
 

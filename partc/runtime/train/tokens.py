@@ -122,7 +122,7 @@ class TokenRows:
     ) -> None:
         self._file, self._form, self._seed, self._again, self._shuffles = file, form, seed, again, shuffles
         self._shards = _shards(plan)
-        self._below = {name: entry.get("below") for name, entry in plan["inputs"].items()}
+        self._below = {name: _bound(entry) for name, entry in plan["inputs"].items()}
         self.names = ordered(plan)
         self.rows, self.length = self._shards[self.names[0]].shape
         self._behind = labels == "next" and len(self.names) == 2
@@ -187,10 +187,15 @@ def check_file(path: Path, dtype: str | None, plan: Mapping[str, Any], labels: s
     P0545.
     """
     names = ordered(plan)
-    limits = [entry["below"] for entry in plan["inputs"].values() if "below" in entry]
+    bounds = [bound for entry in plan["inputs"].values() if (bound := _bound(entry)) is not None]
     file = TokenFile(path, dtype)
     file.need(_shards(plan)[names[0]].shape[1] + (labels == "next" and len(names) == 2))
-    file.sample(min(limits, default=None))
+    file.sample(min(bounds, default=None))
+
+
+def _bound(entry: Mapping[str, Any]) -> int | None:
+    """The number of tokens that the model has for an entry; None if it selects no rows and no classes."""
+    return min((limit["below"] for limit in entry.get("indices", ())), default=None)
 
 
 def shuffled(index: int, count: int, key: int) -> int:

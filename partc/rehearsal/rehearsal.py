@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from partc.runtime.checkpoint.boxes import numbered_copy, pieces, written_copy
 from partc.runtime.checkpoint.state import by_rows, compressed_sums
 from partc.runtime.clock import Clock, Kind
 from partc.runtime.comm.comm import Axis, Link, Pending, completed
-from partc.runtime.comm.distributed import DistributedComm, GlooAxis
+from partc.runtime.comm.distributed import DistributedComm, GlooAxis, NcclAxis
 from partc.runtime.dims import Dims, global_shape
 from partc.runtime.execution.executor import (
     GradientMemory,
@@ -64,6 +64,7 @@ Steps = tuple[Course | Ledger, ...]  # of the ranks at each pipeline coordinate
 KnownSteps = tuple[tuple[Program, Steps], ...]  # with the default optimizer
 Sizes = Mapping[str, int]
 Coordinate = Mapping[str, int]
+MakeAxis = Callable[[int, int], Axis]  # of a rank and a number of ranks
 _ROWS = 5  # the rows of a sum that suffice to show its peak memory
 MOST_COUNTED = 64  # the most ranks at a place that are examined one by one
 
@@ -175,7 +176,7 @@ class Rehearsal:
         program, recordings = self._program, self._recordings
         with counting_meta_operations() as ledger:
             recordings.ledger = ledger
-            comm = _QuietComm(recordings, program.mesh.sizes, place)
+            comm = _QuietComm(recordings, program, place)
             shards = self._shards(place)
             parameters = self._parameters(ledger, shards)
             memory = self._gradient_memory(ledger, place, shards, parameters)
@@ -504,32 +505,24 @@ class _Clock(Clock):
         self.on_enter(what)
 
 
-class _QuietAxis(GlooAxis):
+class _QuietAxis(NcclAxis):
+    """The ranks of GPUs along an axis, without peers."""
+
     def __init__(self, ledger: Ledger, rank: int, size: int) -> None:
         super().__init__(_Quiet(), rank, size)
         self._ledger = ledger
-
-    def _exchange(self, to: Callable[[int], Tensor], into: Callable[[int], Tensor]) -> list[Any]:
-        """An exchange that moves nothing. It creates no views for the many peers: views take no memory, and no peer
-        keeps them.
-        """
-        return []
 
     def start_exchange(self, x: Tensor, sent: Tensor, received: Tensor, *, rows: int) -> Pending[Tensor]:
         with self._ledger.making("communication", "exchange"):
             return completed(x.new_empty(rows, *x.shape[1:]))
 
-    def _total(self, rows: Iterator[Tensor]) -> Tensor:
-        """The sum of the first few rows: each further row reuses the memory of the row before it."""
-        return super()._total(itertools.islice(rows, _ROWS))
-
 
 def _communicating(name: str) -> Callable[..., Any]:
-    method = getattr(GlooAxis, name)
+    kind = name.removeprefix("start_").removesuffix("_many")
 
     def run(self: _QuietAxis, *args: Any, **kwargs: Any) -> Any:
-        with self._ledger.making("communication", name.removeprefix("start_")):
-            return method(self, *args, **kwargs)
+        with self._ledger.making("communication", kind):
+            return getattr(super(_QuietAxis, self), name)(*args, **kwargs)
 
     return run
 
@@ -537,8 +530,22 @@ def _communicating(name: str) -> Callable[..., Any]:
 for _name in ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "all_to_all"):
     setattr(_QuietAxis, _name, _communicating(_name))
     setattr(_QuietAxis, f"start_{_name}", _communicating(f"start_{_name}"))
-_QuietAxis.start_shift = _communicating("start_shift")  # type: ignore[method-assign]
-_QuietAxis.reduce_gradients = _communicating("reduce_gradients")  # type: ignore[method-assign]
+for _name in ("start_all_gather_many", "start_reduce_scatter_many", "start_shift", "reduce_gradients"):
+    setattr(_QuietAxis, _name, _communicating(_name))
+
+
+class _QuietGlooAxis(_QuietAxis, GlooAxis):
+    """The ranks of CPUs along an axis, without peers."""
+
+    def _exchange(self, to: Callable[[int], Tensor], into: Callable[[int], Tensor]) -> list[Any]:
+        """An exchange that moves nothing. It creates no views for the many peers: views take no memory, and no peer
+        keeps them.
+        """
+        return []
+
+    def _total(self, rows: Iterator[Tensor]) -> Tensor:
+        """The sum of the first few rows: each further row reuses the memory of the row before it."""
+        return super()._total(itertools.islice(rows, _ROWS))
 
 
 class _NamedParts(Parts):
@@ -606,32 +613,36 @@ class _NamedParts(Parts):
 class _Groups(dict[str, Axis]):
     """The process groups by name: axes joined by commas, or some ranks of a pipeline (`pp 0,3`)."""
 
-    def __init__(self, ledger: Ledger, sizes: Sizes) -> None:
+    def __init__(self, make: MakeAxis, sizes: Sizes) -> None:
         super().__init__()
-        self._ledger, self._sizes = ledger, sizes
+        self._make, self._sizes = make, sizes
 
     def __missing__(self, key: str) -> Axis:
         names = key.removeprefix("pp ").split(",")
         size = len(names) if key.startswith("pp ") else math.prod(self._sizes[name] for name in names)
-        self[key] = _QuietAxis(self._ledger, 0, size)
+        self[key] = self._make(0, size)
         return self[key]
 
 
 class _QuietComm(DistributedComm):
-    """The communicator of the first rank at a pipeline coordinate."""
+    """The communicator of the first rank at a pipeline coordinate. Packages with Triton kernels run on GPUs, whose
+    collectives hold less memory.
+    """
 
     clock: _Clock
 
-    def __init__(self, recordings: Recordings, sizes: Sizes, place: int) -> None:
+    def __init__(self, recordings: Recordings, program: Program, place: int) -> None:
+        sizes = program.mesh.sizes
         self.device = META
         self.coordinate = {name: place if name == PIPELINE_AXIS else 0 for name in sizes}
         self.recordings = recordings
-        self.ledger = ledger = recordings.ledger
+        self.ledger = recordings.ledger
         self._posted = {}
-        self._link = _QuietAxis(ledger, 0, 2)
-        axes = {name: _QuietAxis(ledger, self.coordinate[name], size) for name, size in sizes.items()}
+        make = partial(_QuietAxis if program.kernels == "triton" else _QuietGlooAxis, self.ledger)
+        self._link = make(0, 2)
+        axes = {name: make(self.coordinate[name], size) for name, size in sizes.items()}
         super(DistributedComm, self).__init__(axes, {}, _Clock())
-        self._groups = _Groups(ledger, sizes)
+        self._groups = _Groups(make, sizes)
         self._links = _Queues(self._link)
 
     def _word(self, number: int, index: int) -> Tensor:

@@ -284,3 +284,27 @@ def test_the_page_shows_ranks_things_and_time() -> None:
     assert tallest.count("█") >= 1
     lower = replace(account.worst.timeline[0], peak=0, after=0)
     assert list(memory_chart([lower], width=60))
+
+
+def test_scatters_of_gradients_between_gpus_hold_their_results_alone(tmp_path: Path) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(
+        """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8)))
+
+def batch():
+    return {"x": torch.randn(4, 128)}
+
+def loss(model, batch):
+    return model(batch["x"]).square().mean()
+"""
+    )
+    beside = {}
+    for kernels in ("aten", "triton"):
+        found = partc.compile(model, mesh="4", zero=1, bucket="128KB", kernels=kernels).memory.worst.categories
+        beside[kernels] = (found["communication"] + found["temporaries"]) / found["gradients"]
+    assert beside["triton"] < 0.35 < 1.5 < beside["aten"]  # gloo holds copies and others' rows

@@ -135,7 +135,7 @@ class Weights:
 
     def _shard(self, parameter: Parameter) -> str:
         summed = self.sums.axes(parameter), self.sums.sharers(parameter)
-        read = self.exchanges.read_dtypes.get(parameter.name, parameter.type.dtype)
+        read = self.exchanges.read_dtypes[parameter.name]
         held = parameter.gather, parameter.holds, parameter.sparse, parameter.stacked, parameter.members
         own = parameter.aliases, parameter.sectioned, bool(parameter.counts)
         key = id(parameter.type), parameter.trainable, read, summed, held, own
@@ -152,12 +152,12 @@ class Weights:
         parts = [type]
         if not parameter.trainable:
             parts.append("trainable=False")
-        if self.sums.axes(parameter):
-            parts.append(f"reduce={strings(self.sums.axes(parameter))}")
-        if self.sums.sharers(parameter):
-            parts.append(f"shared={self.sums.sharers(parameter)}")
-        if self.exchanges.read_dtypes.get(parameter.name, parameter.type.dtype) != parameter.type.dtype:
-            parts.append(f"read={literal(self.exchanges.read_dtypes[parameter.name])}")
+        if axes := self.sums.axes(parameter):
+            parts.append(f"reduce={strings(axes)}")
+        if places := self.sums.sharers(parameter):
+            parts.append(f"shared={places}")
+        if (read := self.exchanges.read_dtypes[parameter.name]) != parameter.type.dtype:
+            parts.append(f"read={literal(read)}")
         if parameter.gather:
             parts.append(f"gather={strings(parameter.gather)}")
         if parameter.holds:

@@ -13,12 +13,12 @@ waited for in REDUCE_GRAD. If it runs inside nodes first, its collective between
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from partc.communication.exchanges import Chains, Exchanges, GradientSums, graph_of, in_turn
+from partc.communication.exchanges import Chains, Exchanges, GradientSums, backward_runs, graph_of, in_turn
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.naming import gradient_name
 from partc.ir.program import (
@@ -148,14 +148,14 @@ class _BodyWriter:
                     started = self._after.get(call.name, [])
                     yield from (self._bucket(each)[0] for each in started)
 
-    def _runs(self, kind: GraphKind) -> tuple[tuple[GraphKind, list[Call]], ...]:
+    def _runs(self, kind: GraphKind) -> tuple[tuple[GraphKind, Sequence[Call]], ...]:
         """The graphs that an action plays, in order."""
         calls = self._in_phase("microbatch")
-        found: dict[GraphKind, tuple[tuple[GraphKind, list[Call]], ...]] = {
+        found: dict[GraphKind, tuple[tuple[GraphKind, Sequence[Call]], ...]] = {
             "F": (("F", calls),),
             "I": (("I", calls[::-1]),),
             "W": (("W", calls),),
-            "B": (("I", calls[::-1]), ("W", calls)) if self._split else (("B", calls[::-1]),),
+            "B": backward_runs(calls, split=self._split),
         }
         return found[kind]
 

@@ -22,10 +22,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from partc.communication.exchanges import Exchanges, GradientSums
+from partc.communication.exchanges import Exchanges, GradientSums, backward_runs, gradients_of, graph_of
 from partc.ir.layout import Sizes
-from partc.ir.naming import gradient_name, unique
-from partc.ir.program import Bucket, Call, DType, Graph, Parameter, Program, Transport, Value
+from partc.ir.naming import unique
+from partc.ir.program import Bucket, DType, Parameter, Program, Transport
 
 BUCKET = 25_000_000  # the least number of bytes in a bucket
 _PART = 1_000_000  # the least bytes of a scattered bucket for each rank; smaller parts are bound by latency
@@ -123,27 +123,17 @@ def _completed(program: Program, stage: int, split: bool) -> Iterator[tuple[str,
 
     Separate graphs for gradients of weights run after all other backward graphs.
     """
-    calls = program.calls_of(stage)
-    makers: dict[str, str] = {}
-    order: list[str] = []
-    for call in calls[::-1]:
-        graph = program.region(call.region).backward
-        order.extend([call.name] if graph is not None and not split else [])
-        makers.update(
-            dict.fromkeys(_gradients(call, graph, program.region(call.region).params), "" if split else call.name)
-        )
-    for call in calls if split else ():
-        graph = program.region(call.region).weight
-        order.extend([call.name] if graph is not None else [])
-        makers.update(dict.fromkeys(_gradients(call, graph, program.region(call.region).params), call.name))
-    made_by: dict[str, list[str]] = {}
-    for made, maker in makers.items():
-        made_by.setdefault(maker or order[0] if order else maker, []).append(made)
-    for name in order:
-        yield name, made_by.get(name, [])
-
-
-def _gradients(call: Call, graph: Graph | None, params: tuple[Value, ...]) -> list[str]:
-    """The parameters whose gradients this graph computes."""
-    made = set(graph.outputs) if graph is not None else set()
-    return [name for value, name in zip(params, call.params, strict=True) if gradient_name(value.name) in made]
+    runs = backward_runs(program.calls_of(stage), split=split)
+    last, calls = runs[-1]
+    order = [call.name for call in calls if graph_of(program.region(call.region), last) is not None]
+    first = next(iter(order), "")
+    completing: dict[str, str] = {}  # parameter -> the call that completes its gradient
+    for kind, calls in runs:
+        for call in calls:
+            names = gradients_of(program.region(call.region), call, kind)
+            completing.update(dict.fromkeys(names, call.name if kind == last else first))
+    completed: dict[str, list[str]] = {}
+    for name, maker in completing.items():
+        completed.setdefault(maker, []).append(name)
+    for maker in order:
+        yield maker, completed.get(maker, [])

@@ -9,7 +9,7 @@ byte crosses from node to node only once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -34,12 +34,12 @@ class Exchanges:
 
     @cached_property
     def read_dtypes(self) -> Mapping[str, DType]:
-        """The element type in which calls read each parameter."""
-        return {
-            name: value.type.dtype
-            for call in self.program.calls
-            for name, value in zip(call.params, self.program.region(call.region).params, strict=True)
-        }
+        """The element type in which calls read each parameter; its own if none reads it."""
+        found = {item.name: item.type.dtype for item in self.program.parameters}
+        for call in self.program.calls:
+            values = self.program.region(call.region).params
+            found.update((name, value.type.dtype) for name, value in zip(call.params, values, strict=True))
+        return found
 
     @cached_property
     def converted(self) -> Mapping[str, Parameter]:
@@ -47,7 +47,7 @@ class Exchanges:
         return {
             parameter.name: parameter
             for parameter in self.program.parameters
-            if parameter.gather or self.read_dtypes.get(parameter.name, parameter.type.dtype) != parameter.type.dtype
+            if parameter.gather or self.read_dtypes[parameter.name] != parameter.type.dtype
         }
 
     def has_unit(self, call: Call) -> bool:
@@ -71,11 +71,7 @@ class Exchanges:
     def _scattered(self, call: Call, kind: GraphKind) -> list[str]:
         if self.program.zero < 2 or kind == "F" or not self.has_unit(call):
             return []
-        region = self.program.region(call.region)
-        graph = graph_of(region, kind)
-        made = set(graph.outputs) if graph is not None else set()
-        pairs = zip(region.params, call.params, strict=True)
-        return [name for value, name in pairs if gradient_name(value.name) in made]
+        return gradients_of(self.program.region(call.region), call, kind)
 
     def whole_copies(self, stage: int) -> dict[str, list[str]]:
         """Parameters that ranks also keep whole, by the first call that reads them."""
@@ -137,15 +133,8 @@ class Exchanges:
     def _gathered(self, dtype: DType, over: tuple[str, ...], size: int) -> Chain:
         """One all-gather, or one between nodes and then one inside; `size` is the number of gathered elements."""
         near, far = self.program.transport.levels(over)
-        found = (
-            [Collective(op="all_gather", axes=far, shape=(size // self.group_size(over),), dtype=dtype)] if far else []
-        )
-        found += (
-            [Collective(op="all_gather", axes=near, shape=(size // self.group_size(near),), dtype=dtype)]
-            if near
-            else []
-        )
-        return tuple(found)
+        parts = (far, size // self.group_size(over)), (near, size // self.group_size(near))
+        return tuple(Collective(op="all_gather", axes=axes, shape=(part,), dtype=dtype) for axes, part in parts if axes)
 
     def _cut(self, dtype: DType, over: tuple[str, ...], size: int) -> Chain:
         """One reduce-scatter, or one inside nodes and then one between them, which may be a compressed all-to-all."""
@@ -163,7 +152,7 @@ class Exchanges:
         sums = self.sums(bucket.stage)
         if bucket.scattered:
             return self.reduce_scatters(sums.parameters_in(bucket))
-        return tuple(self._sum(dtype, bucket.over, size) for dtype, size in sums.pieces(bucket))
+        return tuple(self._sum(dtype, bucket.over, size) for dtype, size in sums.pieces.get(bucket.name, ()))
 
     def _sum(self, dtype: DType, over: tuple[str, ...], size: int) -> Chain:
         transport = self.program.transport
@@ -189,20 +178,21 @@ class Exchanges:
 
     def shared_sums(self, place: int) -> Mapping[str, Chains]:
         """The sums of shared weights' gradients at a pipeline coordinate, in an order common to all coordinates."""
-        found: dict[tuple[tuple[int, ...], str], Collective] = {}
-        for item, places in self._shared:
-            if place in places:
-                size = item.type.local_elements(self.program.sizes)
-                whole = Collective(op="all_reduce", axes=(), places=places, shape=(size,), dtype=item.type.dtype)
-                found[places, item.name] = whole
-        return {key[1]: ((found[key],),) for key in sorted(found)}
+        found: dict[str, Chains] = {}
+        for places, name in sorted((places, name) for name, places in self.sharers.items() if place in places):
+            type = self.program.parameter(name).type
+            size = type.local_elements(self.program.sizes)
+            found[name] = ((Collective(op="all_reduce", axes=(), places=places, shape=(size,), dtype=type.dtype),),)
+        return found
 
     @cached_property
-    def _shared(self) -> list[tuple[Parameter, tuple[int, ...]]]:
-        """The trained weights that stages at several pipeline coordinates share, with these coordinates."""
-        owners = self.program.owners()
-        found = ((item, _sharers(self.program, item, owners)) for item in self.program.parameters)
-        return [(item, places) for item, places in found if places]
+    def sharers(self) -> Mapping[str, tuple[int, ...]]:
+        """The pipeline coordinates that sum the gradient of each trained weight that several of them use."""
+        return {
+            name: tuple(sorted(map(self.program.place, stages)))
+            for name, stages in self.program.owners().items()
+            if len(stages) > 1 and self.program.parameter(name).trainable
+        }
 
     def result_sums(self, place: int) -> Mapping[str, Chains]:
         """The sums of the loss, or of the results of a pipeline coordinate, over the axes over which they are
@@ -242,10 +232,6 @@ class GradientSums:
     stage: int
 
     @cached_property
-    def owners(self) -> Mapping[str, tuple[int, ...]]:
-        return self.program.owners()
-
-    @cached_property
     def trained(self) -> tuple[Parameter, ...]:
         """Trained parameters of this stage, in order of use."""
         here = dict.fromkeys(name for call in self.program.calls_of(self.stage) for name in call.params)
@@ -253,9 +239,12 @@ class GradientSums:
 
     def axes(self, parameter: Parameter) -> tuple[str, ...]:
         """The axes over which this stage sums a gradient."""
-        if not parameter.reduce or not parameter.trainable or self.stage not in self.owners[parameter.name]:
+        if not parameter.reduce or not parameter.trainable or not self._owns(parameter):
             return ()
         return tuple([axis for axis in parameter.reduce if self.program.sizes[axis] > 1])
+
+    def _owns(self, parameter: Parameter) -> bool:
+        return self.stage in self.program.owners()[parameter.name]
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -273,16 +262,13 @@ class GradientSums:
                 found.setdefault(name, []).append(parameter)
         return found
 
-    def pieces(self, bucket: Bucket) -> list[tuple[DType, int]]:
+    @cached_property
+    def pieces(self) -> Mapping[str, list[tuple[DType, int]]]:
         """The element type and length of each contiguous piece of memory that holds a bucket's gradients.
 
         Gradients that are summed over the same axes are adjacent, in order of use, unless compression keeps them apart
         (`Transport.apart`). The gradient of a weight that several pipeline ranks share has a sum of its own.
         """
-        return self._pieces.get(bucket.name, [])
-
-    @cached_property
-    def _pieces(self) -> Mapping[str, list[tuple[DType, int]]]:
         holders = self.program.holders()
         place = self.program.place(self.stage)
         found: dict[str, list[tuple[DType, int]]] = {}
@@ -308,10 +294,8 @@ class GradientSums:
 
     def sharers(self, parameter: Parameter) -> tuple[int, ...]:
         """The pipeline coordinates that sum the gradient of a shared weight; none for other weights."""
-        owners = self.owners[parameter.name]
-        if len(owners) < 2 or self.stage not in owners:
-            return ()
-        return _sharers(self.program, parameter, self.owners)
+        shared = self.program.derived(Exchanges).sharers.get(parameter.name, ())
+        return shared if self._owns(parameter) else ()
 
     def shared(self) -> dict[tuple[int, ...], list[Parameter]]:
         """The shared weights, by the set of pipeline coordinates that share them."""
@@ -344,10 +328,17 @@ def graph_of(region: Region, kind: GraphKind) -> Graph | None:
     return {"F": region.forward, "B": region.backward, "I": region.backward, "W": region.weight}[kind]
 
 
-def _sharers(program: Program, parameter: Parameter, owners: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The pipeline coordinates of the stages that own a trained weight, if there are several; else none."""
-    stages = owners.get(parameter.name, ())
-    return tuple(sorted(map(program.place, stages))) if len(stages) > 1 and parameter.trainable else ()
+def gradients_of(region: Region, call: Call, kind: GraphKind) -> list[str]:
+    """The parameters of a call whose gradients a run of this kind computes."""
+    graph = graph_of(region, kind)
+    made = set(graph.outputs) if graph is not None else set()
+    pairs = zip(region.params, call.params, strict=True)
+    return [name for value, name in pairs if gradient_name(value.name) in made]
+
+
+def backward_runs(calls: Sequence[Call], *, split: bool) -> tuple[tuple[GraphKind, Sequence[Call]], ...]:
+    """The graphs that a whole backward pass plays, in order; `split` passes have two halves."""
+    return (("I", calls[::-1]), ("W", calls)) if split else (("B", calls[::-1]),)
 
 
 def _reads(region: Region, graph: Graph | None) -> bool:

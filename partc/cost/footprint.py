@@ -92,7 +92,7 @@ class Footprint:
                 total += own * min(each, self.gradient)
         parted = parameter.name in self._exchanges.converted
         if parted and parameter.zero < 3:
-            total += whole * ITEMSIZE[self._exchanges.read_dtypes.get(parameter.name, parameter.type.dtype)]
+            total += whole * ITEMSIZE[self._exchanges.read_dtypes[parameter.name]]
         return total
 
     def _taken_over(self, parameter: Parameter) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from partc.communication.execution import StatementRun
-from partc.ir.collectives import COLLECTIVES, cost, received
+from partc.ir.collectives import COLLECTIVES, collectives_of, received
 from partc.ir.layout import Partial, Sizes
 from partc.ir.operations import VIEWS
 from partc.ir.printer import readable
@@ -19,11 +19,8 @@ _TRANSPARENT = _VIEWS | {"add", "sub", "neg", "cat"}
 
 
 def moved_bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> int:
-    """The bytes that one rank receives in a collective, with ring algorithms; 0 for any other operation."""
-    axis = dict(op.attrs).get("axis")
-    if op.name not in NAMES or not isinstance(axis, str):
-        return 0
-    return cost(op.name, sizes[axis], types[next(op.refs())].local_bytes(sizes))
+    """The bytes that one rank receives in an operation, with ring algorithms; 0 for one without collectives."""
+    return sum(received(each, sizes) for each in collectives_of(op, types, sizes))
 
 
 def comment(

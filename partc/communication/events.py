@@ -11,7 +11,7 @@ from typing import Literal
 from partc.communication.exchanges import graph_of
 from partc.communication.execution import Execution, StatementRun
 from partc.errors import Source
-from partc.ir.collectives import MOVING, ROUTED, collectives_inside
+from partc.ir.collectives import MOVING, ROUTED, collectives_of
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.ir.naming import gradient_owner
 from partc.ir.program import (
@@ -22,7 +22,6 @@ from partc.ir.program import (
     Op,
     Program,
     Region,
-    TensorType,
 )
 
 
@@ -186,30 +185,16 @@ class _Events:
     def _of_graph(self, region: Region, graph: Graph) -> Iterator[Entered]:
         types = region.types(graph)
         for op in graph.ops:
-            for name, axis, size, dtype in collectives_inside(op, types, self.program.sizes):
-                yield Entered(op=name, axes=(axis,), shape=(size,), dtype=dtype, source=op.source)
-            if op.name in ROUTED:
-                yield self._rows(op, types[next(op.refs())])
-            elif op.name in MOVING:
-                attrs = dict(op.attrs)
-                operand = types[next(op.refs())]
-                yield Entered(
-                    op=op.name,
-                    axes=(str(attrs.pop("axis")),),
-                    shape=operand.layout.local_shape(self.program.sizes),
-                    dtype=operand.dtype,
-                    attrs=tuple(attrs.items()),
-                    source=op.source,
-                )
+            if op.name == "route":
+                yield self._counts(op)
+            agreed = op.name in MOVING and op.name not in ROUTED
+            attrs = tuple([item for item in op.attrs if item[0] != "axis"]) if agreed else ()
+            for each in collectives_of(op, types, self.program.sizes):
+                yield replace(Entered.of(each), attrs=attrs, source=op.source)
 
-    def _rows(self, op: Op, operand: TensorType) -> Entered:
-        """The exchange of rows, or of their counts by expert. The number of rows depends on the data; its mean stands
-        for it.
-        """
+    def _counts(self, op: Op) -> Entered:
+        """The exchange of the numbers of rows by expert."""
         axis = str(dict(op.attrs)["axis"])
-        if op.name == "route":
-            ways, count = self.program.sizes[axis], op.args[1]
-            assert isinstance(count, int)
-            return Entered(op="all_to_all", axes=(axis,), shape=(ways, count // ways), dtype="i64", source=op.source)
-        shape = operand.layout.local_shape(self.program.sizes)
-        return Entered(op="exchange", axes=(axis,), shape=shape, dtype=operand.dtype, source=op.source)
+        ways, count = self.program.sizes[axis], op.args[1]
+        assert isinstance(count, int)
+        return Entered(op="all_to_all", axes=(axis,), shape=(ways, count // ways), dtype="i64", source=op.source)

@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from partc.communication.descriptions import moved_bytes
 from partc.communication.events import message
 from partc.communication.exchanges import graph_of
 from partc.communication.execution import Execution
 from partc.errors import Source
-from partc.ir.collectives import collectives_inside, cost, received
+from partc.ir.collectives import collectives_of, received
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS
-from partc.ir.program import ITEMSIZE, GraphKind, Op, Program, Region, TensorType
+from partc.ir.program import GraphKind, Op, Program, Region, TensorType
 from partc.rules import flops, resolve
 from partc.sharding.choices import axis_order, choice_on
 
@@ -68,10 +67,8 @@ def _graph_traffic(program: Program) -> dict[tuple[str, GraphKind], Counter[str]
             graph = graph_of(region, kind)
             types = region.types(graph) if graph is not None else {}
             for op in graph.ops if graph is not None else ():
-                if size := moved_bytes(op, types, program.sizes):
-                    counts[str(dict(op.attrs)["axis"])] += size
-                for name, axis, elements, dtype in collectives_inside(op, types, program.sizes):
-                    counts[axis] += cost(name, program.sizes[axis], elements * ITEMSIZE[dtype])
+                for each in collectives_of(op, types, program.sizes):
+                    counts[each.group] += received(each, program.sizes)
     return found
 
 

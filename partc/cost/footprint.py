@@ -16,7 +16,7 @@ from itertools import islice
 from partc.communication.exchanges import Exchanges, graph_of
 from partc.cost.local_costs import LocalCosts
 from partc.cost.saved_tensors import held_inputs, microbatches_in_flight, saved_bytes, saved_in_eight_bits
-from partc.ir.collectives import collectives_inside, num_blocks
+from partc.ir.collectives import collectives_of, num_blocks
 from partc.ir.gradients import touched_rows
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS
@@ -264,7 +264,7 @@ def _ring_workspace(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> in
     """
     if num_blocks(op, sizes) == 1:
         return 0
-    moved = [size * ITEMSIZE[dtype] for _, _, size, dtype in islice(collectives_inside(op, types, sizes), 2)]
+    moved = [each.bytes for each in islice(collectives_of(op, types, sizes), 2)]
     gradients = 3 * moved[1] if op.name.endswith("_backward") else 0
     return 2 * moved[0] + gradients + math.prod(op.results[0].type.layout.local_shape(sizes)) * ITEMSIZE["f32"]
 

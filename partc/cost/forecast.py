@@ -17,12 +17,11 @@ from partc.cost.local_costs import LocalCosts
 from partc.cost.pieces import OpPiece, in_pieces
 from partc.cost.rates import ROOFLINE, Rates
 from partc.cost.simulation import Timeline, timeline
-from partc.ir.collectives import MOVING, ROUTED, collectives_inside, num_blocks
+from partc.ir.collectives import MOVING, ROUTED, collectives_of, num_blocks
 from partc.ir.gradients import touched_rows
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.operations import VIEWS, effects
 from partc.ir.program import (
-    ITEMSIZE,
     Action,
     Call,
     Collective,
@@ -412,8 +411,8 @@ class Forecast:
         """
         name = op.results[0].name
         shifts = (
-            self._moving(moved, axis, size * ITEMSIZE[dtype], "keys and values go around")
-            for moved, axis, size, dtype in collectives_inside(op, types, self.program.sizes)
+            self._collective(each, "keys and values go around")
+            for each in collectives_of(op, types, self.program.sizes)
         )
         behind = ""
         for step in range(visits):

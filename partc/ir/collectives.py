@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from partc.ir.attention import Attention
 from partc.ir.layout import Sizes
-from partc.ir.program import Collective, DType, Op, TensorType
+from partc.ir.program import Collective, Op, TensorType
 
 _CUT = ("dim", "outer", "axis")
 _TWO_CUTS = ("split_dim", "split_outer", "concat_dim", "concat_outer", "axis")
@@ -86,21 +85,26 @@ def num_blocks(op: Op, sizes: Sizes) -> int:
     return sizes[attention.ring] if attention is not None and attention.ring else 1
 
 
-def collectives_inside(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[tuple[str, str, int, DType]]:
-    """The collectives that an operation consists of: name, axis, local elements and their type.
+def collectives_of(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[Collective]:
+    """The collectives of an operation in a graph; none for most operations.
 
     Attention over a ring: keys and values visit every rank, and in backward their gradients travel home behind them.
+    The number of rows that an exchange moves depends on the data; its mean stands for it.
     """
     attention = Attention.of(op)
-    if attention is None or not attention.ring:
-        return
-    ring, dtype = attention.ring, types[attention.k].dtype
-    size = sum(math.prod(types[name].layout.local_shape(sizes)) for name in (attention.k, attention.v))
-    for step in range(sizes[ring]):
-        if step + 1 < sizes[ring]:
-            yield "shift", ring, size, dtype
-        if attention.backward:
-            yield "shift", ring, size, "f64" if dtype == "f64" else "f32"
+    if attention is not None and attention.ring:
+        dtype = types[attention.k].dtype
+        size = sum(types[name].local_elements(sizes) for name in (attention.k, attention.v))
+        pair = Collective(op="shift", axes=(attention.ring,), shape=(size,), dtype=dtype)
+        for step in range(sizes[attention.ring]):
+            if step + 1 < sizes[attention.ring]:
+                yield pair
+            if attention.backward:
+                yield replace(pair, dtype="f64" if dtype == "f64" else "f32")
+    elif op.name in MOVING:
+        operand, axis = types[next(op.refs())], str(dict(op.attrs)["axis"])
+        name = "exchange" if op.name in ROUTED else op.name
+        yield Collective(op=name, axes=(axis,), shape=operand.layout.local_shape(sizes), dtype=operand.dtype)
 
 
 def cost(op: str, n: int, bytes: int) -> int:

@@ -16,10 +16,10 @@ from partc.cli import main
 from partc.errors import PartcError
 from partc.frontend.model_files.model_file import load
 from partc.ir.attention import Attention
-from partc.ir.collectives import collectives_inside, cost
+from partc.ir.collectives import collectives_of, cost
 from partc.ir.layout import Shard
 from partc.ir.mesh import Mesh
-from partc.ir.program import ITEMSIZE, Op, Program
+from partc.ir.program import Op, Program
 from partc.package.verify import verify
 from partc.runtime.positions import Positions, Stretch, Stretches
 from tests.durable import trained, whole
@@ -223,8 +223,8 @@ def test_a_ring_sends_what_the_formula_says() -> None:
     part = batch * seq // 4 * 2 * groups * head
     for graph, wanted in ((region.forward, 3 * part * 2), (region.backward, 3 * part * 2 + 4 * part * 4)):
         types = region.types(graph)
-        moving = [each for op in graph.ops for each in collectives_inside(op, types, program.sizes)]
-        assert sum(size * ITEMSIZE[dtype] for _, _, size, dtype in moving) == wanted
+        moving = [each for op in graph.ops for each in collectives_of(op, types, program.sizes) if each.op == "shift"]
+        assert sum(each.bytes for each in moving) == wanted
         assert not [op for op in graph.ops if op.name in ("all_gather", "all_to_all")]
 
 

@@ -62,6 +62,11 @@ class _Column:
     statements: tuple[ActionStatement | None, ...]
 
     @property
+    def form(self) -> tuple[Verb, Subject, When, str]:
+        """The facts in which all its statements agree."""
+        return self.verb, self.subject, self.when, self.scatter
+
+    @property
     def items(self) -> tuple[Item, ...]:
         return tuple(None if each is None else each.ahead or each.of for each in self.statements)
 
@@ -142,37 +147,19 @@ def _attribute(each: ActionStatement, under_way: list[Item]) -> str:
     return SCATTERS[index]
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """The properties that all statements of a column share."""
-
-    verb: Verb
-    subject: Subject
-    when: When
-    scatter: str
-
-
 def _columns(lists: Sequence[Sequence[_Column]]) -> list[_Column]:
     """The statements of several calls as columns, in an order that fits all calls."""
-
-    order: list[_Form] = []
-    placed: dict[int, dict[int, _Column]] = {}  # call index -> id of a statement's form -> column
+    found: list[tuple[_Column, dict[int, ActionStatement | None]]] = []  # with the statements by call
     for number in sorted(range(len(lists)), key=lambda number: -len(lists[number])):
-        at, here = 0, placed.setdefault(number, {})
+        at = 0
         for column in lists[number]:
-            form = _Form(column.verb, column.subject, column.when, column.scatter)
-            found = next((index for index in range(at, len(order)) if order[index] == form), None)
-            if found is None:
-                order.insert(at, form)
-                found = at
-            here[id(order[found])] = column
-            at = found + 1
-    columns = []
-    for form in order:
-        alike = [placed[number].get(id(form)) for number in range(len(lists))]
-        one = next(each for each in alike if each is not None)
-        columns.append(replace(one, statements=tuple(None if each is None else each.statements[0] for each in alike)))
-    return columns
+            place = next((index for index in range(at, len(found)) if found[index][0].form == column.form), None)
+            if place is None:
+                place = at
+                found.insert(place, (column, {}))
+            found[place][1][number] = column.statements[0]
+            at = place + 1
+    return [replace(column, statements=tuple(map(by_call.get, range(len(lists))))) for column, by_call in found]
 
 
 class _RunWriter:
@@ -302,32 +289,36 @@ class Units:
         return table if place is None else f"{table}[{place}]"
 
     def several(self, items: Sequence[Item]) -> str:
-        """An expression for several units, in order."""
-        parts: list[str] = []
-        at = 0
-        while at < len(items):
-            item = items[at]
-            table, place = self._places[item] if isinstance(item, str) else ("", None)
-            end = at + 1
-            step = 0
-            while place is not None and end < len(items) and (found := self._place_in(table, items[end])) is not None:
-                last = self._place_in(table, items[end - 1])
-                assert last is not None
-                if found - last not in ((1, -1) if not step else (step,)):
-                    break
-                step, end = found - last, end + 1
-            parts.append(self.one(item) if end == at + 1 else self._slice(table, place or 0, end - at, step))
-            at = end
+        """An expression for several units, in order; adjacent units of a list become a slice."""
+        groups: list[list[Item]] = []
+        for item in items:
+            if groups and self._continues(groups[-1], item):
+                groups[-1].append(item)
+            else:
+                groups.append([item])
+        parts = [self.one(group[0]) if len(group) == 1 else self._slice(group) for group in groups]
         if len(parts) == 1 and parts[0].startswith("*"):
             return parts[0][1:]
         return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
 
-    def _slice(self, table: str, first: int, count: int, step: int) -> str:
-        low = first if step > 0 else first - count + 1
-        length = len(next(run for run in self._loops if self.facts.attribute(run) == table).calls)
-        high = low + count
-        part = table if count == length else f"{table}[{low or ''}:{high if high < length else ''}]"
-        return f"*{part}" if step > 0 else f"*reversed({part})"
+    def _continues(self, group: Sequence[Item], item: Item) -> bool:
+        """Whether the item is the next unit of a list, in the direction of the group."""
+        step = self._step(group[-1], item)
+        return step != 0 and (len(group) == 1 or step == self._step(group[0], group[1]))
+
+    def _step(self, item: Item, next_: Item) -> int:
+        """1 or -1 if the second unit comes directly after or before the first in a list, else 0."""
+        (table, place), (other, index) = self._place(item), self._place(next_)
+        if table != other or place is None or index is None or abs(index - place) != 1:
+            return 0
+        return index - place
+
+    def _slice(self, group: Sequence[Item]) -> str:
+        table, _ = self._place(group[0])
+        low, *_, high = sorted(place for _, place in map(self._place, group) if place is not None)
+        count = next(len(run.calls) for run in self._loops if self.facts.attribute(run) == table)
+        part = table if len(group) == count else f"{table}[{low or ''}:{high + 1 if high + 1 < count else ''}]"
+        return f"*{part}" if self._step(group[0], group[1]) > 0 else f"*reversed({part})"
 
     @cached_property
     def _places(self) -> Mapping[str, tuple[str, int | None]]:
@@ -337,11 +328,8 @@ class Units:
             found |= {call.name: (table, index if run.loop else None) for index, call in enumerate(run.calls)}
         return found
 
-    def _place_in(self, table: str, item: Item) -> int | None:
-        if not isinstance(item, str):
-            return None
-        other, place = self._places[item]
-        return place if other == table else None
+    def _place(self, item: Item) -> tuple[str, int | None]:
+        return self._places[item] if isinstance(item, str) else ("", None)
 
     @property
     def _loops(self) -> list[Run]:

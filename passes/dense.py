@@ -206,20 +206,20 @@ def _letters(
     return None
 
 
-def _lookup(op: Op | None) -> tuple[str, str]:
-    """The table and the indices of a lookup of rows; "" for other operations."""
+def _lookup(op: Op | None) -> tuple[str, str] | None:
+    """The table and the indices of a lookup of rows; None for other operations."""
     match op:
         case (
             Op(name="index", args=(Ref(table), (Ref(chosen),)))
             | Op(name="index_select", args=(Ref(table), 0, Ref(chosen)))
         ):
             return table, chosen
-    return "", ""
+    return None
 
 
 def _reads_rows(op: Op) -> bool:
     """Whether an operation looks up a matrix for each of several indices."""
-    return _lookup(op) != ("", "") and len(op.result.type.shape) > 2
+    return _lookup(op) is not None and len(op.result.type.shape) > 2
 
 
 def _of_weights(region: Region) -> set[str]:
@@ -510,10 +510,11 @@ class _Dense:
         """The indices by which an operation reads matrices, if they are chosen by scores, or certain to be numbers of
         matrices, as `ids % experts`; "" for others.
         """
-        table, chosen = _lookup(op)
-        name = chosen
-        if table not in self.weights or len(self.writer.shape(table)) != 3:
+        lookup = _lookup(op)
+        if lookup is None or lookup[0] not in self.weights or len(self.writer.shape(lookup[0])) != 3:
             return ""
+        table, chosen = lookup
+        name = chosen
         known = self.bounds.get(name)
         if known is not None and known in IntegerBounds(0, self.writer.shape(table)[0] - 1):
             return chosen
@@ -526,9 +527,10 @@ class _Dense:
         w, op, shape = self.writer, self.makers.get(name), self.writer.shape(name)
         while op is not None and op.name == "reshape" and w.shape(next(op.refs()))[: len(form.leading)] == form.leading:
             op = self.makers.get(next(op.refs()))
-        table, chosen = _lookup(op)
-        if chosen != form.chosen:
+        lookup = _lookup(op)
+        if lookup is None or lookup[1] != form.chosen:
             return None
+        table, _ = lookup
         numbers, rest = self._numbers(form), w.shape(table)[1:]
         sizes = (math.prod(form.leading), *rest)
         found = w.add("index", (Ref(table), (Ref(numbers),)), sizes, w.types[table].dtype, f"{name}_rows")

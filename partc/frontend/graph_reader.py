@@ -19,6 +19,7 @@ from partc.frontend.branches.random_branches import RandomBranch
 from partc.frontend.branches.value_branches import RANDOM_BRANCH
 from partc.frontend.capture import Captured
 from partc.frontend.complex_numbers import is_complex, real_operations
+from partc.frontend.fx_calls import operation
 from partc.frontend.model_precision import WIDE_MARK
 from partc.frontend.node_sources import module_of, source_of
 from partc.frontend.repeats.copies import RepeatedOps
@@ -562,11 +563,8 @@ _CHANGES = {
 
 
 def _name(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, OpOverload):
-        namespace, name = target._schema.name.split("::")
-        return _CHANGES.get(name, name) if namespace in ("aten", "partc") else f"{namespace}::{name}"
-    return getattr(target, "__name__", str(target))
+    name = operation(node) or getattr(node.target, "__name__", str(node.target))
+    return _CHANGES.get(name, name)
 
 
 def _writes_operands(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from partc.torch_private import OpOverload
+from partc.frontend.fx_calls import named_arguments, operation
 
 # They return their operand if it has the wanted form, or if they drop nothing.
 _RETURNING = frozenset({
@@ -30,16 +30,10 @@ def _operand(node: fx.Node) -> fx.Node | None:
     """The operand that an operation returns if it has the wanted form."""
     if node.target is operator.getitem:
         made: Any = node.args[0]
-        return made.args[0][node.args[1]] if _name(made) == "broadcast_tensors" else None
-    if not isinstance(node.target, OpOverload) or _name(node) not in _RETURNING:
+        return made.args[0][node.args[1]] if operation(made) == "broadcast_tensors" else None
+    if operation(node) not in _RETURNING:
         return None
-    names = (argument.name for argument in node.target._schema.arguments)
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return None if given.get("copy") else node.all_input_nodes[0]
-
-
-def _name(node: fx.Node) -> str:
-    return node.target._schema.name.removeprefix("aten::") if isinstance(node.target, OpOverload) else ""
+    return None if named_arguments(node).get("copy") else node.all_input_nodes[0]
 
 
 def _form(node: Any) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from partc.frontend.fx_calls import operation
 from partc.ir.collectives import COLLECTIVES, ROUTED
 from partc.ir.operations import RANDOM, spelling
 from partc.ir.operators import DTYPE_NAMES
@@ -29,17 +30,9 @@ Attrs = tuple[tuple[str, Arg], ...]
 Form = tuple[str, Args, Attrs]
 
 
-def packet(node: fx.Node) -> str:
-    """The name of a node's operation; empty for other nodes."""
-    if isinstance(node.target, OpOverload):
-        namespace, name = node.target._schema.name.split("::")
-        return name if namespace in ("aten", "partc") else f"{namespace}::{name}"
-    return ""
-
-
 def filling(node: fx.Node) -> object:
     """The number, or the node, with which an operation fills its result; None for other operations."""
-    match packet(node):
+    match operation(node):
         case "zeros":
             return 0
         case "full":
@@ -59,7 +52,7 @@ def canonical(node: fx.Node, read: Callable[[Any], Arg]) -> Form:
     """An operation's name, arguments and attributes in the form that normalize produces. `read` gives the IR's form of
     an argument.
     """
-    name, args = packet(node), tuple(read(arg) for arg in node.args)
+    name, args = operation(node), tuple(read(arg) for arg in node.args)
     attrs = tuple((key, read(arg)) for key, arg in node.kwargs.items() if key not in _IGNORED_ATTRS and arg is not None)
     form = _FORMS.get(name)
     if form is None:
@@ -68,7 +61,7 @@ def canonical(node: fx.Node, read: Callable[[Any], Arg]) -> Form:
 
 
 def _as_traced(node: fx.Node, args: Args, attrs: Attrs) -> Form:
-    return packet(node), args, attrs
+    return operation(node), args, attrs
 
 
 def _with_named(node: fx.Node, args: Args, attrs: Attrs) -> Form:
@@ -77,11 +70,11 @@ def _with_named(node: fx.Node, args: Args, attrs: Attrs) -> Form:
     given = dict(zip((argument.name for argument in node.target._schema.arguments), args, strict=False))
     named = [(word, given.pop(word)) for word in NAMED if word in given]
     present = ((word, arg) for word, arg in named if arg not in (None, "", ()))
-    return packet(node), tuple(given.values()), (*present, *attrs)
+    return operation(node), tuple(given.values()), (*present, *attrs)
 
 
 def _constant(node: fx.Node, args: Args, attrs: Attrs) -> Form:
-    fixed = _FILLED[packet(node)]
+    fixed = _FILLED[operation(node)]
     number = args[-1] if fixed is None else fixed
     return _as_traced(node, args, attrs) if isinstance(number, Ref) else filled(node.meta["val"], number)
 
@@ -99,7 +92,7 @@ def _parts(node: fx.Node, args: Args, attrs: Attrs) -> Form:
     parts = node.meta["val"]
     if len(parts) == 1:
         return "reshape", (args[0], tuple(parts[0].shape)), ()
-    if packet(node) == "unbind":
+    if operation(node) == "unbind":
         return _as_traced(node, args, attrs)
     dim = _dim(args, 2, parts[0].dim())
     return "split", (args[0], tuple(part.shape[dim] for part in parts), dim), ()
@@ -121,7 +114,7 @@ def _slice(node: fx.Node, args: Args, attrs: Attrs) -> Form:
 
 
 def _softmax(node: fx.Node, args: Args, attrs: Attrs) -> Form:
-    return packet(node)[1:], (args[0], _dim(args, 1, node.meta["val"].dim())), ()
+    return operation(node)[1:], (args[0], _dim(args, 1, node.meta["val"].dim())), ()
 
 
 def _cast(node: fx.Node, args: Args, attrs: Attrs) -> Form:
@@ -133,12 +126,12 @@ def _scan(node: fx.Node, args: Args, attrs: Attrs) -> Form:
 
 
 def _collective(node: fx.Node, args: Args, attrs: Attrs) -> Form:
-    row = COLLECTIVES[packet(node)]
-    return row.runs_as or packet(node), args[:1], tuple(zip(row.attrs, args[1:-1], strict=True))
+    row = COLLECTIVES[operation(node)]
+    return row.runs_as or operation(node), args[:1], tuple(zip(row.attrs, args[1:-1], strict=True))
 
 
 def _routed(node: fx.Node, args: Args, attrs: Attrs) -> Form:
-    return packet(node), args[:-2], (("axis", args[-2]),)
+    return operation(node), args[:-2], (("axis", args[-2]),)
 
 
 def _spread(node: fx.Node, args: Args, attrs: Attrs) -> Form:
@@ -147,7 +140,7 @@ def _spread(node: fx.Node, args: Args, attrs: Attrs) -> Form:
 
 def _with_axis(node: fx.Node, args: Args, attrs: Attrs) -> Form:
     """The last argument is an axis, or empty."""
-    return packet(node), args[:-1], (("axis", args[-1]),) if args[-1] else ()
+    return operation(node), args[:-1], (("axis", args[-1]),) if args[-1] else ()
 
 
 def _lookup(node: fx.Node, args: Args, attrs: Attrs) -> Form:
@@ -189,7 +182,7 @@ def _dim(args: Args, place: int, rank: int) -> int:
 def _permutation(node: fx.Node) -> tuple[int, ...]:
     rank = node.meta["val"].dim()
     order = list(range(rank))
-    match packet(node):
+    match operation(node):
         case "permute":
             given = node.args[1]
             assert isinstance(given, list | tuple)

@@ -12,6 +12,7 @@ from torch import fx
 
 from partc import fuel
 from partc.errors import InternalError, Source
+from partc.frontend.fx_calls import operation
 from partc.ir.collectives import COLLECTIVES
 from partc.ir.gradients import reached
 from partc.ir.layout import Sizes
@@ -19,7 +20,7 @@ from partc.ir.naming import gradient_name, gradient_owner, is_gradient
 from partc.ir.operations import RANDOM, effects
 from partc.ir.operators import DTYPE_NAMES
 from partc.ir.program import Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
-from partc.passes.differentiate.forms import RESHAPES, canonical, filled, filling, packet
+from partc.passes.differentiate.forms import RESHAPES, canonical, filled, filling
 from partc.passes.differentiate.products import with_cheaper_products
 from partc.rules.inference import Inferred, inferred, local
 from partc.rules.rule import integers
@@ -136,7 +137,7 @@ def _wanted(
 def _own_gradients(nodes: Iterable[fx.Node], region: Region, given: Mapping[fx.Node, str]) -> Iterator[fx.Node]:
     """The gradients that a model defines itself, which need not depend on incoming ones; some are `given`."""
     names = {ref.name for op in region.forward.ops if op.name == "own_gradient" for ref in op.args[2]}  # type: ignore[union-attr]
-    yield from (node for node in nodes if packet(node) == "mark" and node.args[1] in names)
+    yield from (node for node in nodes if operation(node) == "mark" and node.args[1] in names)
     yield from (node for node, name in given.items() if name in names)
 
 
@@ -153,7 +154,7 @@ def _zero_nodes(nodes: Iterable[fx.Node], behind: Set[fx.Node]) -> frozenset[fx.
             zero = _is_linear(node) and found.issuperset(operands)
         else:
             zero = isinstance(number, int | float) and number == 0
-        if (zero and packet(node) == "mark_grad") or (node not in behind and not gradients.isdisjoint(operands)):
+        if (zero and operation(node) == "mark_grad") or (node not in behind and not gradients.isdisjoint(operands)):
             gradients.add(node)
         if zero or node in gradients:
             found.add(node)
@@ -162,7 +163,7 @@ def _zero_nodes(nodes: Iterable[fx.Node], behind: Set[fx.Node]) -> frozenset[fx.
 
 def _is_linear(node: fx.Node) -> bool:
     """Whether a node computes zeros from zeros."""
-    name = packet(node)
+    name = operation(node)
     plain = node.target is operator.getitem or name in _NOTHING or name in RESHAPES or name in _LINEAR
     return bool(node.all_input_nodes) and plain
 
@@ -290,9 +291,9 @@ class _Reader:
         Forward values are named after forward values; those that only derivatives read, by their operations.
         """
         for node in nodes:
-            if packet(node) in ("mark", "mark_grad"):
+            if operation(node) in ("mark", "mark_grad"):
                 name = str(node.args[1])
-                self.claim_all([(node, self._gradient_name(name, node) if packet(node) == "mark_grad" else name)])
+                self.claim_all([(node, self._gradient_name(name, node) if operation(node) == "mark_grad" else name)])
         for node in reversed(nodes):
             heirs = [self._labels[user] for user in node.users if user in self._labels]
             if node not in self._behind:
@@ -320,11 +321,11 @@ class _Reader:
         if node.target is operator.getitem:
             call, index = _item(node)
             first = next((user for user in call.users if user.target is operator.getitem and user.args[1] == 0), None)
-            extras = effects(packet(call)).extra
+            extras = effects(operation(call)).extra
             if first in self._names and 0 < index <= len(extras):
                 return f"{self._names[first]}_{extras[index - 1]}"
         if node not in self._behind and is_gradient(self._labels[node]):
-            return packet(_item(node)[0] if node.target is operator.getitem else node)
+            return operation(_item(node)[0] if node.target is operator.getitem else node)
         return self._labels[node]
 
     def fresh(self, stem: str) -> str:
@@ -490,12 +491,12 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
     """The earlier node whose value this one has: its operand, or the part that was gathered and is cut out again. None
     if the node computes a new value.
     """
-    name, (operand, *rest) = packet(node), (*node.args, None)
+    name, (operand, *rest) = operation(node), (*node.args, None)
     if not isinstance(operand, fx.Node):
         return None
     if name in _NOTHING or (name == "pow" and rest[0] == 1 and node.meta["val"].dtype == operand.meta["val"].dtype):
         return operand
     gathered = _origin(operand) if name == "take" else None  # a rank's own part of a gathered tensor
-    if gathered is not None and packet(gathered) == "all_gather" and gathered.args[1:] == node.args[1:]:
+    if gathered is not None and operation(gathered) == "all_gather" and gathered.args[1:] == node.args[1:]:
         return gathered.args[0]  # type: ignore[return-value]
     return None

@@ -27,12 +27,13 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from partc.errors import PartcError
+from partc.frontend.fx_calls import operation
 from partc.ir import operators
 from partc.ir.naming import unique
 from partc.ir.program import HOOK_PARTS, Arg, DTypeArg, Graph, Op, Ref, TensorType, Value
 from partc.passes.normalize.inplace import without_mutation
 from partc.rules.derivatives import differentiable_derivatives
-from partc.torch_private import FakeTensorMode, OpOverload
+from partc.torch_private import FakeTensorMode
 
 NAME = "inner_gradient"
 _STOPS = frozenset({"detach", "detach_", "incoming_gradient"})
@@ -260,11 +261,9 @@ def _type(x: Tensor) -> TensorType:
 
 def _spelled(node: fx.Node) -> tuple[str, tuple[Any, ...]]:
     """An operation's name in the IR, and its arguments: convolutions have names by their dimensions."""
-    assert isinstance(node.target, OpOverload)
-    space, name = node.target._schema.name.split("::")
-    args = node.args
+    name, args = operation(node), node.args
     if name != "convolution":
-        return name if space in ("aten", "partc") else f"{space}::{name}", args
+        return name, args
     x, w, bias, stride, padding, dilation, transposed, more, groups = args
     dims = len(w.meta["val"].shape) - 2  # type: ignore[union-attr]
     if transposed:

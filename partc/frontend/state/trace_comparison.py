@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from partc.errors import Source
+from partc.frontend.fx_calls import named_arguments, operation
 from partc.frontend.node_sources import source_of
 from partc.frontend.returned_operands import returned
 from partc.ir.program import MODULE_MARK
@@ -128,9 +129,8 @@ def _written(node: fx.Node) -> list[fx.Node]:
     if schema is None or not schema.is_mutable or schema.name == "aten::detach_":
         return []
     names = {x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write}
-    given = dict(zip((x.name for x in schema.arguments), node.args, strict=False)) | node.kwargs
     found: list[fx.Node] = []
-    fx.node.map_arg([x for name, x in given.items() if name in names], found.append)
+    fx.node.map_arg([x for name, x in named_arguments(node).items() if name in names], found.append)
     return found
 
 
@@ -163,13 +163,8 @@ def _written_inside(graph: fx.Graph, operands: Sequence[Any]) -> list[fx.Node]:
     return [operand for operand in given if isinstance(operand, fx.Node)]
 
 
-def _schema_name(node: fx.Node) -> str:
-    schema = getattr(node.target, "_schema", None)
-    return "" if schema is None else schema.name
-
-
 def _is_mark(node: fx.Node) -> bool:
-    return _schema_name(node) == f"partc::{MODULE_MARK}"
+    return operation(node) == MODULE_MARK
 
 
 def _type(node: fx.Node) -> tuple[Any, ...]:
@@ -193,7 +188,7 @@ def _nodes(
         if node not in needed:
             needed.add(node)
             waiting.extend(node.all_input_nodes)
-            if "::empty" in _schema_name(node):  # which may stand for the result of a call that is not traced
+            if operation(node).startswith("empty"):  # which may stand for the result of a call that is not traced
                 waiting.extend(islice(filter(_is_mark, node.users), 1))
     numbers: dict[fx.Node, str] = {}
     for node in module.graph.nodes:

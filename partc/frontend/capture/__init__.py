@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +57,6 @@ from partc.runtime.train.plain_tensors import Members, modules_by_path, with_reg
 from partc.runtime.train.precision import held_in
 from partc.torch_private import FakeTensorMode, graphs_without_code, kept_tensors_returned, recorded_stacks
 
-_Given = ParamSpec("_Given")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
@@ -102,57 +100,6 @@ class _FirstStepsError(Exception):
         self.refusal, self.steps = refusal, steps
 
 
-def _with_plain_tensors(
-    captured: Callable[Concatenate[Callable[[], Any], _Given], Captured],
-) -> Callable[Concatenate[Callable[[], Any], _Given], Captured]:
-    """A capture in which plain tensors are buffers. A plain tensor that forward replaces by a tensor of another kind
-    stays one, and a non-persistent buffer that forward replaces in this way becomes one.
-
-    Forward may assign such a tensor before it reads it. If it reads it first, `frozen_state` refuses the model.
-    """
-
-    @functools.wraps(captured)
-    def capture(build: Callable[[], Any], /, *given: _Given.args, **named: _Given.kwargs) -> Captured:
-        found: Any = named.get("found")
-        while True:
-            try:
-                with_states = build if found is None else lambda: found.installed(build())
-                return with_plain(with_states, *given, **named)
-            except _FirstStepsError as error:
-                if found is None or found.steps is not None:
-                    raise error.refusal from error
-                if named.get("excluded") is not None:
-                    raise WholeTrace from error  # an equal module that a trace leaves out has states as well
-                found.steps, found.shapes, found.refusal = *error.steps, error.refusal
-
-    def with_plain(build: Callable[[], Any], /, *given: _Given.args, **named: _Given.kwargs) -> Captured:
-        without: set[str] = set()
-        replaced: list[ReplacedError] = []
-        while True:
-            try:
-                return captured(
-                    lambda: with_plain_buffers(
-                        with_registered_tensors(walkable(build()), lambda each: each not in without), without
-                    ),
-                    *given,
-                    **named,
-                )
-            except PartcError as error:
-                assigned = re.search(r"cannot assign '.*' (?:as|object to) buffer '(.+?)'", error.cause)
-                name = error.name if isinstance(error, ReplacedError) else assigned and assigned[1]
-                if name is None or name in without:  # another error, or a buffer of the model's own
-                    for earlier in replaced:
-                        if error.code == "P0206" and earlier.name in error.cause:  # read before it is written
-                            raise earlier from error
-                    raise
-                without.add(name)
-                if isinstance(error, ReplacedError):
-                    replaced.append(error)
-
-    return capture
-
-
-@_with_plain_tensors
 def capture(
     build: Callable[[], nn.Module],
     make_batch: Callable[[], Any],
@@ -170,13 +117,75 @@ def capture(
     """Build the model under fake tensors and export it, for one of `parts` equal parts of the batch.
 
     With `read`, the outputs are the tensors that it finds in the result of `loss`, or of the model. Equal modules are
-    traced once, except the groups and rows `excluded`; None traces all calls. `outcomes` are
-    the outcomes of branches on random numbers, and of tests of masks on the lines `joined`. `found` receives the first
-    steps of a model whose trace is refused because of them, and the model is then traced with them.
+    traced once, except the groups and rows `excluded`; None traces all calls. `outcomes` are the outcomes of branches
+    on random numbers, and of tests of masks on the lines `joined`. `found` receives the first steps of a model whose
+    trace is refused because of them, and the model is then traced with them.
 
     Raises PartcError P0205 (the model or the batch cannot be built), P0206 (it does not trace), P0208 (the loss is not
     a scalar), P0225 (it depends on state that packages do not have), P0401 (the batch does not divide).
     """
+    captured = partial(
+        _captured, make_batch=make_batch, loss=loss, precision=precision, path=path, parts=parts, excluded=excluded,
+        outcomes=outcomes, joined=joined, read=read,
+    )  # fmt: skip
+    with_states = build if found is None else lambda: found.installed(build())
+    while True:
+        try:
+            return _with_plain_tensors(with_states, partial(captured, steps=None if found is None else found.steps))
+        except _FirstStepsError as error:
+            if found is None or found.steps is not None:
+                raise error.refusal from error
+            if excluded is not None:
+                raise WholeTrace from error  # an equal module that a trace leaves out has states as well
+            found.steps, found.shapes, found.refusal = *error.steps, error.refusal
+
+
+def _with_plain_tensors(
+    build: Callable[[], nn.Module], captured: Callable[[Callable[[], nn.Module]], Captured]
+) -> Captured:
+    """The capture of a model in which plain tensors are buffers. A plain tensor that forward replaces by a tensor of
+    another kind stays one, and a non-persistent buffer that forward replaces in this way becomes one.
+
+    Forward may assign such a tensor before it reads it. If it reads it first, `frozen_state` refuses the model.
+    """
+    plain: set[str] = set()
+    replaced: list[ReplacedError] = []
+
+    def with_buffers() -> nn.Module:
+        model = with_registered_tensors(walkable(build()), lambda name: name not in plain)
+        return with_plain_buffers(model, plain)
+
+    while True:
+        try:
+            return captured(with_buffers)
+        except PartcError as error:
+            assigned = re.search(r"cannot assign '.*' (?:as|object to) buffer '(.+?)'", error.cause)
+            name = error.name if isinstance(error, ReplacedError) else assigned and assigned[1]
+            if name is None or name in plain:  # another error, or a buffer of the model's own
+                for earlier in replaced:
+                    if error.code == "P0206" and earlier.name in error.cause:  # read before it is written
+                        raise earlier from error
+                raise
+            plain.add(name)
+            if isinstance(error, ReplacedError):
+                replaced.append(error)
+
+
+def _captured(
+    build: Callable[[], nn.Module],
+    *,
+    make_batch: Callable[[], Any],
+    loss: Loss | None,
+    precision: str,
+    path: Path | None,
+    parts: int,
+    excluded: Excluded | None,
+    outcomes: Outcomes,
+    joined: Collection[str],
+    read: Read | None,
+    steps: FirstSteps | None,
+) -> Captured:
+    """One trace of the model."""
     dtype = held_in(precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recipes = Recipes()
@@ -217,7 +226,7 @@ def capture(
             members=members,
             masks=masks,
             integers=integers,
-            steps=None if found is None else found.steps,
+            steps=steps,
         )
         exported, findings, assumed, left = _exported(traced, batch, modules, rows, numbers, excluded)
     marked, selections = findings.repeats, findings.selections
@@ -243,7 +252,7 @@ def capture(
         left=left,
         numbers=tuple(selections.numbers),
         pairs=untrained_pairs(pairs),
-        steps=traced.steps,
+        steps=steps,
     )
 
 

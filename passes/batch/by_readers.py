@@ -17,6 +17,9 @@ from partc.rules import OpRule, placements
 from partc.rules.tried import rule_of
 from partc.sharding.disjoint_sets import DisjointSets
 
+_Place = tuple[str, str, int]  # an input or a result of a region
+_Places = Mapping[_Place, Sequence[str]]  # with the values of its calls
+
 
 def with_cut_values(program: Program, axes: tuple[str, ...], summed: Collection[str]) -> Program:
     """Cut each whole value between calls as all its readers cut it: constants over `axes` without microbatches, others
@@ -34,16 +37,28 @@ def with_cut_values(program: Program, axes: tuple[str, ...], summed: Collection[
 def _with_values_cut_by_readers(program: Program, axes: tuple[str, ...], summed: Collection[str]) -> Program:
     """The program with the cuts that its regions require now; the same program if there are none."""
     over = {"setup": tuple(axis for axis in axes if axis != TIME_AXIS), "microbatch": axes, "step": ()}
-    regions, types = {region.name: region for region in program.regions}, program.value_types()
-    fixed = {*program.returned, *summed, *(value for _, value in program.updates)}
-    whole: dict[str, tuple[str, ...]] = {}  # values that may be cut, with the axes
-    places: dict[tuple[str, str, int], list[str]] = {}  # an input or a result of a region -> the values of its calls
+    places: dict[_Place, list[str]] = {}
     for call in program.calls:
-        ranks = over[regions[call.region].phase]
-        for index, name in enumerate(call.args):
-            places.setdefault((call.region, "input", index), []).append(name)
-        for index, name in enumerate(call.results):
-            places.setdefault((call.region, "result", index), []).append(name)
+        for kind, names in (("input", call.args), ("result", call.results)):
+            for index, name in enumerate(names):
+                places.setdefault((call.region, kind, index), []).append(name)
+    cuts = _cuts(program, over, places, {*program.returned, *summed})
+    return _with_cuts(program, over, places, cuts) if cuts else program
+
+
+def _cuts(
+    program: Program, over: Mapping[str, tuple[str, ...]], places: _Places, summed: Collection[str]
+) -> dict[str, tuple[Placement, Layout]]:
+    """The values that all their readers cut alike, each with its placement on the batch axes and its layout.
+
+    `over` has the axes that cut a value, by the phase of its region; the values `summed` are needed whole.
+    """
+    types = program.value_types()
+    fixed = {*summed, *(value for _, value in program.updates)}
+    whole: dict[str, tuple[str, ...]] = {}  # values that may be cut, with the axes
+    for call in program.calls:
+        ranks = over[program.region(call.region).phase]
+        for name in call.results:
             placed = (types[name].layout.placement(axis) for axis in ranks)
             if ranks and name not in fixed and all(isinstance(place, Varying | Replicated) for place in placed):
                 whole[name] = ranks
@@ -51,26 +66,33 @@ def _with_values_cut_by_readers(program: Program, axes: tuple[str, ...], summed:
     for first, *rest in places.values():
         for name in rest:
             alike.join(first, name)
-    wanted: dict[str, set[Placement | None]] = {}
     ways: dict[str, set[tuple[str, ...]]] = {}
     for name in types:
         ways.setdefault(alike.of(name), set()).add(whole.get(name, ()))
+    wanted: dict[str, set[Placement | None]] = {}
     for (region, kind, index), (first, *_) in places.items():
         if kind == "input" and first in whole:
-            wanted.setdefault(alike.of(first), set()).add(_wanted(regions[region], index))
-    cuts: dict[str, Placement] = {}
-    layouts: dict[str, Layout] = {}
+            wanted.setdefault(alike.of(first), set()).add(_wanted(program.region(region), index))
+    found: dict[str, tuple[Placement, Layout]] = {}
     for name, ranks in whole.items():
         placement, *others = wanted.get(alike.of(name), {None})
         if isinstance(placement, Shard) and not others and ways[alike.of(name)] == {ranks}:
             layout = Layout.build(types[name].shape, dict.fromkeys(ranks, placement), program.sizes)
             if layout is not None:
-                cuts[name], layouts[name] = placement, layout
-    if not cuts:
-        return program
+                found[name] = placement, layout
+    return found
+
+
+def _with_cuts(
+    program: Program,
+    over: Mapping[str, tuple[str, ...]],
+    places: _Places,
+    cuts: Mapping[str, tuple[Placement, Layout]],
+) -> Program:
+    """The program with these cuts of values, and of the operations that compute them."""
 
     def cut(value: Value, name: str) -> Value:
-        return replace(value, type=replace(value.type, layout=layouts[name])) if name in layouts else value
+        return replace(value, type=replace(value.type, layout=cuts[name][1])) if name in cuts else value
 
     def rewritten(region: Region) -> Region:
         graph = region.forward
@@ -81,7 +103,8 @@ def _with_values_cut_by_readers(program: Program, axes: tuple[str, ...], summed:
             return replace(region, forward=graph)
         parts: dict[str, Placement | None] = {}
         for output, name in zip(graph.outputs, made, strict=True):
-            parts[output] = cuts.get(name) if output not in parts or parts[output] == cuts.get(name) else None
+            placement = cuts[name][0] if name in cuts else None
+            parts[output] = placement if parts.get(output, placement) == placement else None
         ops = cut_as_read(graph.ops, region.types(graph), parts, over[region.phase], program.sizes)
         return replace(region, forward=replace(graph, ops=tuple(ops)))
 

@@ -227,21 +227,24 @@ def with_recomputation(region: Region, keep: Collection[str]) -> Region:
     # Both graphs have constants, at their first use.
     twice = set(forward.ops)
     own = [op for op in backward.ops if op not in twice]
-    given = {value.name for value in (*incoming, *region.params)} | {value.name for op in own for value in op.results}
-    inputs = {value.name for value in forward.inputs}
-    again = _needed(forward.ops, makers, (name for op in own for name in op.refs() if name not in given), keep)
-    saved_anyway = {value.name for index in again for value in forward.ops[index].results}
-    names = _fresh(saved_anyway, {value.name for op in own for value in op.results} | {v.name for v in incoming})
+    computed = {value.name for op in own for value in op.results}
+    given = {value.name for value in (*incoming, *region.params)}
+    own_values = computed | given
+    again = _needed(forward.ops, makers, (name for op in own for name in op.refs() if name not in own_values), keep)
+    recomputed = {value.name for index in again for value in forward.ops[index].results}
+    names = _fresh(recomputed, computed | {value.name for value in incoming})
+    kept = set(keep) - recomputed
     ops: list[Op] = []
     done: set[int] = set()
     for op in own:
-        wanted = [name for name in op.refs() if name not in given and name in saved_anyway]
-        first = _needed(forward.ops, makers, wanted, {name for name in keep if name not in saved_anyway})
-        ops.extend(forward.ops[index].renamed(names) for index in sorted(first - done))
+        wanted = [name for name in op.refs() if name in recomputed and name not in own_values]
+        first = _needed(forward.ops, makers, wanted, kept) - done
+        ops.extend(forward.ops[index].renamed(names) for index in sorted(first))
         done |= first
         ops.append(op.renamed({name: names[name] for name in wanted if name in names}))
-    made = {value.name for op in ops for value in op.results} | {value.name for value in (*incoming, *region.params)}
-    saved = tuple(dict.fromkeys(name for op in ops for name in op.refs() if name not in made))
+    available = given | {value.name for op in ops for value in op.results}
+    saved = tuple(dict.fromkeys(name for op in ops for name in op.refs() if name not in available))
+    inputs = {value.name for value in forward.inputs}
     values = forward.definitions()
     assert all(name in inputs or name in keep for name in saved)
     graph = Graph(inputs=(*incoming, *(values[name] for name in saved)), ops=tuple(ops), outputs=backward.outputs)

@@ -210,6 +210,7 @@ class _StandIn(FakeTensor):
     __class__ = property(lambda x: said_class(x) if _SAID in vars(x) or x._asked_by_user() else _StandIn)
 
 
+_StandIn.__name__ = torch.Tensor.__name__  # which errors of Python show, and the user's code may compare
 _set_class: Callable[[Any, type], None] = vars(object)["__class__"].__set__  # also past a property of that name
 
 

@@ -72,7 +72,9 @@ def program_of(
     if batches.separate:
         graph = _shared(graph, made, batches.microbatches)
     region = Region(name=MAIN, params=tuple(reader.params), forward=graph)
-    check_changes(graph, region.types(graph), reader.states, captured.pairs)
+    types, entries = region.types(graph), dict(zip(inputs, (value.name for value in graph.inputs), strict=True))
+    check_changes(graph, types, reader.states, captured.pairs, "buffer")
+    check_changes(graph, types, entries, captured.entry_pairs, "batch's entry")
     call = Call(
         name=MAIN,
         region=MAIN,

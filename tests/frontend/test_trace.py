@@ -20,7 +20,7 @@ from partc.errors import PartcError
 from partc.frontend.model_files.huggingface import model_source
 from partc.frontend.model_files.model_file import load
 from partc.frontend.state.caches import caches
-from partc.frontend.state.shared_memory import pairs_in_memory, shared_with
+from partc.frontend.state.shared_memory import module_pairs, shared_with
 from partc.frontend.trace import Traced, trace_file, trace_model
 from partc.ir.interpreter import evaluate_program
 from partc.ir.mesh import Mesh
@@ -329,9 +329,9 @@ def test_weights_side_by_side_in_one_memory_are_no_ties() -> None:
     whole = torch.randn(6, 8)
     net.left, net.right = (torch.nn.Parameter(x) for x in whole.split([3, 5], dim=1))
     net.register_buffer("mean", torch.zeros(4)), net.register_buffer("again", net.mean[:2])
-    assert shared_with(pairs_in_memory({"": net})) is None
+    assert shared_with(module_pairs({"": net})) is None
     net.corner = torch.nn.Parameter(whole[:2, 2:4])
-    assert shared_with(pairs_in_memory({"": net})) == ("left", "corner")
+    assert shared_with(module_pairs({"": net})) == ("left", "corner")
 
 
 CACHED = """

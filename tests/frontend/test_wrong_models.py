@@ -153,6 +153,10 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
         (("self.up = nn", "self.scale = torch.ones(12); self.first = self.scale[:2]; self.up = nn"),
          (OUT, f"({OUT}) * self.scale[1:].mul_(2).sum() * self.first.sum()")), "P0225", 12,
     ),
+    "two entries of the batch in one memory": (
+        (("self, x)", "self, x, y)"), ("h = ", "x[:, ::3] = 0; h = y.mean() * "),
+         ('    return {"x": torch.randn(4, 8)}', '    whole = torch.randn(4, 9); return {"x": whole[:, :-1], "y": whole[:, 1:]}')), "P0225", 11,
+    ),
     "a plain attribute of another shape": (
         (("self.up = nn", "self.last = torch.ones(1); self.up = nn"),
          ("h = ", "h = self.last.mean() * "), (OUT, f"({OUT}, setattr(self, 'last', h.detach()))[0]")), "P0225", 11,
@@ -181,6 +185,7 @@ CAUSES: dict[str, tuple[Changes, str, str]] = {
     "an attribute below": (((LINEAR, f"{LINEAR}; self.up.t = self.up.bias.data"), (OUT, "(h * self.up.t).sum()")), "attributes of the model: up.t", PLAIN_FIX),
     "a device in forward": (((OUT, "(h + torch.ones(12, device='cuda')).sum()"),), "cpu and cuda:0 meet", "device= out"),
     "a wrong device": (((OUT, "h.to('no_such_device').sum()"),), "device", "devices out of the model"),
+    "an operator that tensors do not have": (((OUT, "divmod(h, 2)[0].sum()"),), "for divmod(): 'Tensor' and 'int'", PLAIN_RUN),
     "shapes that differ": (((BATCH, "torch.randn(4, 9)"),), "same reduction dim", PLAIN_RUN),
     "a wrong view": (((OUT, "h.view(5, 5).sum()"),), "invalid for input of size 48", PLAIN_RUN),
     "a wrong index": (((OUT, "h[:, 20].sum()"),), "out of bounds", PLAIN_RUN),

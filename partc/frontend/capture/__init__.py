@@ -45,7 +45,7 @@ from partc.frontend.state.constant_buffers import Recipes
 from partc.frontend.state.first_values import FirstStepsFound, first_steps
 from partc.frontend.state.frozen_state import StateWatch, check
 from partc.frontend.state.replaced_buffers import ReplacedError, with_plain_buffers
-from partc.frontend.state.shared_memory import pairs_in_memory, untrained_pairs
+from partc.frontend.state.shared_memory import module_pairs, pairs_in_memory, untrained_pairs
 from partc.frontend.state.weight_identity import ConstructedWeights
 from partc.frontend.trace_errors import explained_error, innermost_user_line
 from partc.frontend.traceable_forms.flex_attention import flexible_attention
@@ -89,6 +89,7 @@ class Captured:
     left: Mapping[tuple[str, str], Any] = field(default_factory=dict)  # Python values that forward changes
     numbers: tuple[Source, ...] = ()  # lines that use the number of selected rows as an integer
     pairs: Mapping[str, str] = field(default_factory=dict)  # buffers, each with another in its memory
+    entry_pairs: Mapping[str, str] = field(default_factory=dict)  # entries of the batch, likewise
     steps: FirstSteps | None = None  # attributes that forward sets in the first step
 
 
@@ -192,7 +193,7 @@ def _captured(
     model = built_model(build, path, recipes)
     named = modules_by_path(model)
     check_members(named)
-    pairs = pairs_in_memory(named)
+    pairs = module_pairs(named)
     check_pairs(pairs)
     masks, numbers = recipes.masks(named), recipes.numbers(named)
     members = Members.of(model)
@@ -252,6 +253,7 @@ def _captured(
         left=left,
         numbers=tuple(selections.numbers),
         pairs=untrained_pairs(pairs),
+        entry_pairs=untrained_pairs(pairs_in_memory(tensors)),
         steps=steps,
     )
 

@@ -1,9 +1,10 @@
-"""Weights that are different tensors in the same memory.
+"""Weights, buffers and entries of the batch that are different tensors in the same memory.
 
 decoder.weight = encoder.weight                     one weight of two names: a tie
 decoder.weight.data = encoder.weight.data           two weights, each of which the optimizer updates in place
 q, k = (nn.Parameter(x) for x in both.split(8))     two weights side by side, which do not overlap
 self.cos = self.table[0]                            two buffers, neither of which forward may change in place
+{"ids": text[:, :-1], "labels": text[:, 1:]}        two entries of the batch, likewise
 """
 
 from __future__ import annotations
@@ -43,27 +44,34 @@ def untrained_pairs(pairs: Iterable[Pair]) -> dict[str, str]:
 
 
 def check_changes(
-    graph: Graph, types: Mapping[str, TensorType], states: Mapping[str, str], pairs: Mapping[str, str]
+    graph: Graph, types: Mapping[str, TensorType], values: Mapping[str, str], pairs: Mapping[str, str], kind: str
 ) -> None:
-    """Raises PartcError P0225 where a traced graph changes one of two `pairs` in place. `states` has their values."""
-    held = {states[name]: name for name in pairs if name in states}
+    """Raises PartcError P0225 where a traced graph changes one of two `pairs` of a kind in place. `values` has the
+    names of their values.
+    """
+    held = {values[name]: name for name in pairs if name in values}
     made = makers(graph.ops) if held else {}
     for op in graph.ops if held else ():
         name = held.get(memory_owner(next(op.refs()), made, types)) if is_change(op) else None
         if name is not None:
             raise PartcError(
                 "P0225",
-                f"forward changes the buffer {name}, which has memory in common with {pairs[name]}",
+                f"forward changes the {kind} {name}, which has memory in common with {pairs[name]}",
                 help="put a copy into one of them: .clone()",
                 source=op.source,
             )
 
 
-def pairs_in_memory(modules: Mapping[str, nn.Module]) -> list[Pair]:
+def module_pairs(modules: Mapping[str, nn.Module]) -> list[Pair]:
     """The pairs of parameters and buffers of modules that are in one memory, with their names."""
+    return pairs_in_memory(named_tensors(modules, "_parameters"), named_tensors(modules, "_buffers"))
+
+
+def pairs_in_memory(*tables: Mapping[str, Tensor]) -> list[Pair]:
+    """The pairs of tensors that are in one memory, with their names."""
     first: dict[int, tuple[str, Tensor]] = {}
     groups: dict[int, list[tuple[str, Tensor]]] = {}
-    for named in (named_tensors(modules, "_parameters"), named_tensors(modules, "_buffers")):
+    for named in tables:
         for name, x in named.items():
             key = storage_key(x)
             if key not in first:

@@ -228,12 +228,12 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "changes, iterators, clocks, and numbers of Python's or NumPy's random modules would keep their first values; "
         "parameters, buffers or requires_grad that forward changes would not change. Code that may keep state is "
         "traced twice, and the traces are compared; then numbers that forward changes are given the opposite outcome "
-        "in each comparison, which shows a branch of a later step. Changes that do not affect the computation are "
-        "allowed, such as a counter for a log, or a table of constants that is filled once. A buffer may get another "
-        "tensor of its shape, but not the memory of a weight or of another buffer. An attribute may change from None "
-        "to a tensor in the first step, or from one boolean to the other, if it keeps that boolean, or the shape of "
-        "that tensor, in later steps. Keep state in a registered buffer, update it by tensor operations, and draw with "
-        "torch.rand or dropout.",
+        "in each comparison, or the values of a much later step, which shows branches of later steps. Changes that do "
+        "not affect the computation are allowed, such as a counter for a log, or a table of constants that is filled "
+        "once. A buffer may get another tensor of its shape, but not the memory of a weight or of another buffer. An "
+        "attribute may change from None to a tensor in the first step, or from one boolean to the other, if it keeps "
+        "that boolean, or the shape of that tensor, in later steps. Keep state in a registered buffer, update it by "
+        "tensor operations, and draw with torch.rand or dropout.",
     ),
     "P0231": CodeExplanation(
         "the Hugging Face configuration cannot be read",

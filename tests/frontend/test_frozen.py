@@ -243,6 +243,11 @@ WRONG = {
     "a tensor on a weight": "if not hasattr(self.up.weight, 'norms'):\n    self.up.weight.norms = self.up.weight.norm(dim=1)\nreturn self.up(x) * self.up.weight.norms",
     "buffer written once without gradients": "if self.n < 1:\n    with torch.no_grad():\n        self.hollow.copy_(x.mean(0))\nself.n += 1\nreturn self.up(x) * self.hollow",
     "weight scaled once without gradients": "with torch.no_grad():\n    if self.n < 1:\n        self.up.bias[1:].mul_(x.std())\nself.n += 1\nreturn self.up(x)",
+    "branch from the third step": "self.n += 1\nreturn self.up(x) * (2 if self.n >= 3 else 1)",
+    "branch on a number in a dict": "self.known['n'] = self.known.get('n', 0) + 1\nreturn self.up(x) * (2 if self.known['n'] > 100 else 1)",
+    "branch on a number in a list": "self.long[0] += 1\nreturn self.up(x) * (2 if self.long[0] > 100 else 1)",
+    "branch on a length": "self.items.append(0)\nreturn self.up(x) * (2 if len(self.items) > 100 else 1)",
+    "quotient of a counter": "self.n += 1\nreturn self.up(x) * (1 + self.n // 100)",
     "a gradient": "x = self.up(x)\nreturn x if self.up.weight.grad is None else x * self.up.weight.grad.norm()",
     "no gradient": "self.up.weight.grad = None\nreturn self.up(x)",
 }
@@ -251,6 +256,7 @@ RIGHT = {
     "counter for a log": "self.n += 1\nreturn self.up(x)",
     "log of every tenth call": "self.n += 1\nx = self.up(x)\nif self.n % 10 == 0:\n    print(x.mean().item())\nreturn x",
     "loop on a counter": "self.n += 1\nx = self.up(x)\nwhile self.n < 0:\n    self.n -= 1\nreturn x",
+    "numbers in containers for a log": "self.n += 1\nself.items.append(self.n)\nself.known['n'] = self.n\nreturn self.up(x)",
     "list for a log": "self.items.append(x.shape)\nreturn self.up(x)",
     "log of two names": "before = len(LOG)\nself.log.append(1)\nreturn self.up(x) * (len(LOG) - before)",
     "deque for a log": "self.recent.append(x.shape)\nreturn self.up(x)",
@@ -326,6 +332,26 @@ class Swapped(torch.nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         some = self.layer(x if random.random() < 0.5 else y)
         return (some + x + y).square().mean()
+
+
+class FrozenLater(torch.nn.Module):
+    """Two equal layers, of which a later step freezes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        self.up.requires_grad_(self.steps < 100)
+        return self.down(self.up(x)).square().mean()
+
+
+def test_weights_that_a_later_step_freezes_are_found() -> None:
+    with pytest.raises(PartcError, match=r"self\.steps of FrozenLater, and compares it") as caught:
+        partc.compile(FrozenLater, {"x": torch.randn(4, 6)}, mesh="1")
+    assert caught.value.code == "P0225"
 
 
 @pytest.mark.parametrize("model", [Conditioned, Swapped])

@@ -302,7 +302,8 @@ def _exported(
                 outcomes = traced.outcomes
                 try:
                     again = lambda: step.exported(batch)  # noqa: E731
-                    check(exported, watch, again, assume, kept=outcomes.kept, tried=outcomes.tried)
+                    stops = (UnequalError, WholeTrace)
+                    check(exported, watch, again, assume, kept=outcomes.kept, tried=outcomes.tried, stops=stops)
                 except PartcError as refusal:
                     # An integer, unlike a boolean, may have another value after each step.
                     changed = tuple(

@@ -20,10 +20,9 @@ import textwrap
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from torch import Tensor, fx, nn
 
 from partc.errors import PartcError, Source
 from partc.frontend.state.caches import cached_values, caches
+from partc.frontend.state.counters import Counters, Key, Number, counters, later
 from partc.frontend.state.generator_states import KeptStates
 from partc.frontend.state.kept_attributes import MEMBERS, Contents
 from partc.frontend.state.opposite_numbers import opposite
@@ -489,13 +489,15 @@ def check(
     *,
     kept: bool,
     tried: Set[tuple[str, str]] = frozenset(),
+    stops: tuple[type[Exception], ...] = (),
 ) -> None:
     """Refuse changes and random draws in forward that affect the trace; list draws that do not, as assumptions. Raises
     PartcError P0225.
 
     `again` traces once more. It is called only if something has changed, or if a package may be built from the trace
     (`kept`) and the code names clocks or random numbers, or may keep state. Where no package is built from the trace,
-    changes of state that another trace has `tried` do not count.
+    changes of state that another trace has `tried` do not count. An error among `stops` means that the model has to be
+    captured in another way.
     """
     state, first = watch.state, dict(watch.changes)
     if state is None:
@@ -514,6 +516,7 @@ def check(
     for attempt in range(1, 1 + TRIES):
         with _attributes_restored(watch.model):
             watch.go_on()
+            begun = counters(_places(watch, first.values()))
             try:
                 with other_times(state, attempt), other_numbers(attempt, generators) as moved:
                     other = effects_signature(again(), known)
@@ -533,7 +536,7 @@ def check(
         where = "" if line is None else f" ({line})"
         drawing = f"Packages draw nothing from Python's {change.key[0]} module"
         assume(f"{drawing}: {TRIES} traces with other numbers were equal{where}.")
-    _check_counters(plain, known, watch, again)
+    _check_counters(plain, known, watch, again, [*first.values()], begun, stops)
 
 
 def _check_counters(
@@ -541,46 +544,61 @@ def _check_counters(
     known: Set[str],
     watch: StateWatch,
     again: Callable[[], torch.export.ExportedProgram],
+    changes: Sequence[Change],
+    begun: Counters,
+    stops: tuple[type[Exception], ...],
 ) -> None:
-    """Refuse branches on numbers that forward changes in each step. Raises PartcError P0225."""
-    counters = [*_counters(watch)]
-    if not counters or watch.state is None:
-        return
-    with _attributes_restored(watch.model):
-        watch.go_on()
-        for _, put, value in counters:
-            put(opposite(value))
-        try:
-            other = effects_signature(again(), known)
-        except Exception:  # such as a report of values: what the user's code does in the branch cannot be traced
-            return
-        finally:
-            for _, put, value in counters:
-                put(value)
-    if first_difference(plain, other, filled=True) is not None:
-        change = counters[0][0]
-        raise PartcError(
-            "P0225",
-            f"forward changes {change.what}, and compares it: a package would have the first step's outcome",
-            help="keep the number in a registered buffer, and choose between results with torch.where",
-            source=change_source(change, watch.state),
-        )
+    """Refuse branches on numbers and lengths that forward changes in each step. Raises PartcError P0225.
+
+    `begun` are those with which the last trace began: its comparisons had the outcomes of the first trace.
+    """
+    assert watch.state is not None
+    places, moved = [*_places(watch, changes)], dict[Key, tuple[Any, Any]]()
+    for late in (False, True):
+        with _attributes_restored(watch.model):
+            watch.go_on()
+            ended = {key: each for key, each in counters(places).items() if key in begun}
+            # Opposite numbers, which the first of these traces leaves, cannot be compared.
+            moved = moved or {
+                key: (begun[key].value, each.value) for key, each in ended.items() if begun[key].value != each.value
+            }
+            if not moved:
+                return
+            for key, (old, new) in moved.items():
+                if key in ended and (late or isinstance(ended[key], Number)):
+                    ended[key].put(later(old, new) if late else opposite(old))
+            try:
+                other = effects_signature(again(), known)
+            except stops:
+                raise
+            except Exception as error:  # such as a report of values: the branch's code cannot be traced
+                if isinstance(error, PartcError) and error.code == "P0225":
+                    raise
+                continue
+            finally:
+                for key in ended.keys() & moved.keys():
+                    ended[key].put(moved[key][1])
+        always = any(change.always for change in watch.changes.values())
+        if always or first_difference(plain, other, filled=True) is not None:
+            change = changes[next(iter(moved))[0]]
+            does = "computes something else in a later step: a package would repeat the first step"
+            if not late:
+                does = "compares it: a package would have the first step's outcome"
+            raise PartcError(
+                "P0225",
+                f"forward changes {change.what}, and {does}",
+                help="keep the number in a registered buffer, and choose between results with torch.where",
+                source=change_source(change, watch.state),
+            )
 
 
-def _counters(watch: StateWatch) -> Iterator[tuple[Change, Callable[[Any], None], float]]:
-    """The changed numbers in attributes of modules, in globals and in classes, each with a function that sets it."""
-    left = {(id(store), name): value for store, name, value in watch.ends}
-    for change in watch.changes.values():
+def _places(watch: StateWatch, changes: Iterable[Change]) -> Iterator[tuple[Any, str]]:
+    """The dict or class that has each changed value, and its name."""
+    for change in changes:
         kind, _, path = change.key[0].partition(" ")
-        if kind == "self":
-            store = vars(watch.named[path.removeprefix("of ")])
-            put, value = partial(store.__setitem__, change.name), left.get((id(store), change.name))
-        elif kind in ("class", "module"):
-            put, value = partial(setattr, change.owner, change.name), vars(change.owner).get(change.name)
-        else:
-            continue
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            yield change, put, value
+        module = watch.named.get(path.removeprefix("of ")) if kind == "self" else None
+        owned = change.owner if kind == "class" else vars(change.owner) if kind == "module" else {}
+        yield owned if module is None else vars(module), change.name
 
 
 @contextmanager

@@ -416,6 +416,24 @@ class EqualOdds(nn.Module):
         return (x + self.body(x) * kept.div_(0.5)).square().mean()
 
 
+class ShapesInPlace(nn.Module):
+    """Entries of the batch get other shapes and values in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        x.t_()
+        weights.unsqueeze_(1)
+        weights[:4] *= 2
+        return (self.up(x.t()).tanh() * weights).sum(1).square().mean()
+
+
+def test_entries_whose_shape_changes_in_place() -> None:
+    _equal(ShapesInPlace, {**_batch(), "weights": torch.linspace(0, 1, 8)}, "dp=2")
+
+
 def test_bernoulli_in_place_with_equal_odds() -> None:
     _equal(EqualOdds, _batch(), "dp=2,tp=2")
 

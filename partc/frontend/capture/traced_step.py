@@ -92,6 +92,10 @@ class _ChangedError(Exception):
     """Forward changes the buffers of these names, whose values were taken for constants."""
 
 
+class _ReshapedError(Exception):
+    """Forward gives the entries of the batch of these names another shape in place, which an export cannot follow."""
+
+
 class TracedStep(nn.Module):
     """The traced module. `numbers` are buffers with known values; `report` receives the findings of each trace, and
     `assume` a sentence for each assumption.
@@ -114,6 +118,7 @@ class TracedStep(nn.Module):
         self._numbers = dict(numbers)
         self._flags: list[str] = []  # boolean buffers that forward changes
         self._copying = True  # whether repeated calls are copied
+        self._reshaped: set[str] = set()  # entries of the batch of which forward gets views
         self._report, self._assume = report, assume  # callbacks, because an export restores attributes
 
     def exported(self, batch: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
@@ -126,13 +131,15 @@ class TracedStep(nn.Module):
                     return torch.export.export(self, tuple(batch.values()), strict=False)
             except UncopiedError:
                 self._copying = False
+            except _ReshapedError as error:
+                self._reshaped.update(error.args)
             except _ChangedError as error:
                 self._flags.extend(name for name in error.args if is_flag(self._numbers[name]))
                 self._numbers = {name: x for name, x in self._numbers.items() if name not in error.args}
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         traced = self._traced
-        versions = [x._version for x in tensors]
+        versions, forms = [x._version for x in tensors], [(x.shape, x.stride()) for x in tensors]
         buffers, attributes = Buffers.of(self.model), Attributes.of(self._watch.named)
         repeats = self._repeats()
         largest = LargestNumbers(traced.integers)
@@ -151,7 +158,14 @@ class TracedStep(nn.Module):
         try:
             with self._constants_unchanged(values):
                 found = self._watched_forward(tensors, repeats, values)
-        except (UncopiedError, _ChangedError):  # forward is traced once more
+            reshaped = [
+                name
+                for name, x, form in zip(traced.names, tensors, forms, strict=True)
+                if (x.shape, x.stride()) != form
+            ]
+            if reshaped:
+                raise _ReshapedError(*reshaped)
+        except (UncopiedError, _ChangedError, _ReshapedError):  # forward is traced once more
             buffers.restore()
             raise
         for name, entry, version in zip(traced.names, tensors, versions, strict=True):
@@ -175,7 +189,9 @@ class TracedStep(nn.Module):
     def _watched_forward(self, tensors: Sequence[Tensor], repeats: Repeats, values: ValueWatch) -> Mapping[str, Tensor]:
         """The results of forward, by path, with everything in place that makes its code traceable."""
         traced = self._traced
-        batch = rebuilt_batch(traced.form, dict(zip(traced.names, tensors, strict=True)))
+        entries = zip(traced.names, tensors, strict=True)
+        given = {name: x.view_as(x) if name in self._reshaped else x for name, x in entries}
+        batch = rebuilt_batch(traced.form, given)
         try:
             with (
                 computing_in(traced.dtype), repeats.rows.with_parts(),

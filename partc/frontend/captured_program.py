@@ -12,9 +12,9 @@ from partc.errors import PartcError
 from partc.frontend.batch_indices import check_indices, check_writes
 from partc.frontend.branches.random_branches import RandomBranch
 from partc.frontend.capture import Captured
+from partc.frontend.changed_memory import check_changes
 from partc.frontend.graph_reader import GraphReader, tensor_type
 from partc.frontend.repeats.module_rows import UnequalError, container_of
-from partc.frontend.state.shared_memory import check_changes
 from partc.ir.mesh import Mesh
 from partc.ir.naming import unique
 from partc.ir.program import Call, Graph, Op, Parameter, Program, Ref, Region, TensorType, Value
@@ -72,9 +72,17 @@ def program_of(
     if batches.separate:
         graph = _shared(graph, made, batches.microbatches)
     region = Region(name=MAIN, params=tuple(reader.params), forward=graph)
-    types, entries = region.types(graph), dict(zip(inputs, (value.name for value in graph.inputs), strict=True))
-    check_changes(graph, types, reader.states, captured.pairs, "buffer")
-    check_changes(graph, types, entries, captured.entry_pairs, "batch's entry")
+    entries = {name: value.name for name, value in zip(inputs, graph.inputs, strict=True)}
+    shared = {
+        values[name]: f"the {kind} {name}, which has memory in common with {other}"
+        for kind, values, pairs in (
+            ("buffer", reader.states, captured.pairs),
+            ("batch's entry", entries, captured.entry_pairs),
+        )
+        for name, other in pairs.items()
+        if name in values
+    }
+    check_changes(graph, region.types(graph), shared)
     call = Call(
         name=MAIN,
         region=MAIN,

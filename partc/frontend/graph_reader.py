@@ -188,8 +188,8 @@ class GraphReader:
         else:
             raise PartcError(
                 "P0211",
-                f"forward uses a constant tensor of shape {type.shape} that is not a buffer",
-                help="register it as a buffer of its module",
+                f"forward uses a constant tensor of shape {type.shape} that is not a buffer of the model",
+                help="register it as a buffer of the model, or make the module that has it a part of the model",
                 source=source_of(next(iter(node.users), node)),
             )
 

@@ -74,6 +74,25 @@ calls.number = 0
 VAR = contextvars.ContextVar("n", default=0)
 
 
+class Late(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        return x * (2 if self.passes > 100 else 1)
+
+
+class Annealed:
+    passes = 0
+
+    def __call__(self):
+        self.passes += 1
+        return max(0.0, self.passes - 100)
+
+
+LATE, ANNEALED, NORM = Late(), Annealed(), nn.BatchNorm1d(6, affine=False)
 EVERYTHING, LIBRARIES = globals(), {"torch": torch}
 
 
@@ -248,6 +267,8 @@ WRONG = {
     "branch on a number in a list": "self.long[0] += 1\nreturn self.up(x) * (2 if self.long[0] > 100 else 1)",
     "branch on a length": "self.items.append(0)\nreturn self.up(x) * (2 if len(self.items) > 100 else 1)",
     "quotient of a counter": "self.n += 1\nreturn self.up(x) * (1 + self.n // 100)",
+    "counter of a module outside the model": "return LATE(self.up(x))",
+    "counter of an object that is called": "return self.up(x) + ANNEALED()",
     "a gradient": "x = self.up(x)\nreturn x if self.up.weight.grad is None else x * self.up.weight.grad.norm()",
     "no gradient": "self.up.weight.grad = None\nreturn self.up(x)",
 }
@@ -257,6 +278,7 @@ RIGHT = {
     "log of every tenth call": "self.n += 1\nx = self.up(x)\nif self.n % 10 == 0:\n    print(x.mean().item())\nreturn x",
     "loop on a counter": "self.n += 1\nx = self.up(x)\nwhile self.n < 0:\n    self.n -= 1\nreturn x",
     "numbers in containers for a log": "self.n += 1\nself.items.append(self.n)\nself.known['n'] = self.n\nreturn self.up(x)",
+    "statistics that nobody reads": "return NORM(self.up(x))",
     "list for a log": "self.items.append(x.shape)\nreturn self.up(x)",
     "log of two names": "before = len(LOG)\nself.log.append(1)\nreturn self.up(x) * (len(LOG) - before)",
     "deque for a log": "self.recent.append(x.shape)\nreturn self.up(x)",

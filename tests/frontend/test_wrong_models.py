@@ -157,6 +157,12 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
         (("self, x)", "self, x, y)"), ("h = ", "x[:, ::3] = 0; h = y.mean() * "),
          ('    return {"x": torch.randn(4, 8)}', '    whole = torch.randn(4, 9); return {"x": whole[:, :-1], "y": whole[:, 1:]}')), "P0225", 11,
     ),
+    "a change of a tensor outside the model": (
+        (("class Net", "MEAN = torch.zeros(12)\n\nclass Net"), (OUT, "self.down(h - MEAN.add_(1)).sum()")), "P0225", 14,
+    ),
+    "a change of a buffer outside the model": (
+        (("class Net", "NORM = nn.BatchNorm1d(12)\n\nclass Net"), (OUT, "self.down(NORM(h) - NORM.running_mean).sum()")), "P0225", 14,
+    ),
     "a plain attribute of another shape": (
         (("self.up = nn", "self.last = torch.ones(1); self.up = nn"),
          ("h = ", "h = self.last.mean() * "), (OUT, f"({OUT}, setattr(self, 'last', h.detach()))[0]")), "P0225", 11,

@@ -1,7 +1,7 @@
 """Numbers that forward changes in each step, and lists that it makes longer.
 
 self.n += 1                           an attribute; likewise a global, and an attribute of a class
-self.seen["batches"] += 1             an item of a dict, a list, a deque or an object that one of these holds
+self.seen["batches"] += 1             an item of a dict, a list, a deque or an object below one of these
 self.losses.append(0.0)               a length
 """
 
@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-_DEEPEST = 4
+_DEEPEST = 8
+_CODE = type | ModuleType | FunctionType | MethodType
 _LATER = 100_003  # steps
 
 Key = tuple[Any, ...]  # the number of a place, and the names and indices below it
@@ -59,7 +60,7 @@ def counters(places: Iterable[tuple[Any, str]]) -> dict[Key, Number | Length]:
     for index, (holder, name) in enumerate(places):
         held = vars(holder) if isinstance(holder, type) else holder
         if name in held:
-            found.update(_below(holder, name, held[name], (index,)))
+            found.update(_below(holder, name, held[name], (index,), set()))
     return found
 
 
@@ -68,14 +69,15 @@ def later(before: float, after: float) -> Any:
     return before + (after - before) * _LATER
 
 
-def _below(holder: Any, name: Any, value: Any, key: Key) -> Iterator[tuple[Key, Number | Length]]:
+def _below(holder: Any, name: Any, value: Any, key: Key, seen: set[int]) -> Iterator[tuple[Key, Number | Length]]:
     key = (*key, name)
     if isinstance(value, int | float):
         if not isinstance(value, bool):
             yield key, Number(holder, name, value)
         return
-    if len(key) > _DEEPEST or isinstance(value, Tensor | nn.Module | ModuleType | type) or callable(value):
+    if id(value) in seen or len(key) > _DEEPEST or isinstance(value, Tensor | _CODE):
         return
+    seen.add(id(value))
     if isinstance(value, list | deque):
         yield key, Length(value, len(value))
         items: Iterable[tuple[Any, Any]] = enumerate(value)
@@ -83,4 +85,4 @@ def _below(holder: Any, name: Any, value: Any, key: Key) -> Iterator[tuple[Key, 
         value = value if isinstance(value, dict) else getattr(value, "__dict__", {})
         items = value.items()
     for below, item in items:
-        yield from _below(value, below, item, key)
+        yield from _below(value, below, item, key, seen)

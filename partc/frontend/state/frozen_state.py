@@ -164,10 +164,13 @@ class State:
             for name, value in vars(kind).items():
                 if not name.startswith("__") and not callable(value) and not isinstance(value, property | staticmethod):
                     state._add((f"class {kind.__name__}", name), value, kind)
+        own_modules = {*named.values()}
         for home in modules:
             for name, value in vars(home).items():
-                if not name.startswith("__") and not isinstance(value, types.ModuleType | type) and not callable(value):
-                    state._add((f"module {home.__name__}", name), value, home)
+                outside = isinstance(value, nn.Module) and value not in own_modules
+                inside = [vars(module) for module in value.modules()] if outside else value
+                if not name.startswith("__") and not _is_code(inside):
+                    state._add((f"module {home.__name__}", name), value, home, inside)
         for function in (loss, *(vars(kind).get("forward") for kind in classes)):
             free = getattr(getattr(function, "__code__", None), "co_freevars", ())
             for name, cell in zip(free, getattr(function, "__closure__", None) or (), strict=False):
@@ -190,8 +193,9 @@ class State:
             state._add(("numpy.random", "state"), hash((drawn[1].tobytes(), *drawn[2:])), None)
         return state
 
-    def _add(self, key: tuple[str, str], value: Any, owner: Any) -> None:
-        self.values[key] = comparable_copy(value, self.kept, DEPTH, self.known)
+    def _add(self, key: tuple[str, str], value: Any, owner: Any, inside: Any = None) -> None:
+        """Keep a value, and the contents that are compared, if it does not show them itself."""
+        self.values[key] = comparable_copy(value if inside is None else inside, self.kept, DEPTH, self.known)
         self.owners[key], self.objects[key] = owner, value
 
     def _entries(self, paths: Iterable[str]) -> dict[tuple[str, str], Any]:
@@ -243,6 +247,11 @@ def _is_users(item: Any) -> bool:
     return bool(file) and not is_installed(Path(str(file)))
 
 
+def _is_code(value: Any) -> bool:
+    """Whether a value is a module, a class or a function, or is called like one and is not of the user's classes."""
+    return isinstance(value, types.ModuleType | type) or (callable(value) and not _is_users(type(value)))
+
+
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
@@ -280,7 +289,7 @@ def comparable_copy(value: Any, kept: list[Any], depth: int, known: dict[int, An
         return ("set", tuple(sorted(repr(item)[:200] for item in value)))
     kept.append(value)
     known[id(value)] = ("object", id(value))
-    opaque = isinstance(value, nn.Module | types.ModuleType) or callable(value)
+    opaque = isinstance(value, nn.Module) or _is_code(value)
     if depth and not opaque and hasattr(value, "__dict__"):
         inside = ((name, copy(item)) for name, item in vars(value).items() if name[:2] != "__")
         known[id(value)] = ("object", id(value), tuple(inside))
@@ -713,7 +722,9 @@ def change_source(change: Change, state: State) -> Source | None:
                 return name == "training"
             if node.func.attr in ("register_parameter", "register_buffer", "add_module", "register_module"):
                 return any(isinstance(arg, ast.Constant) and arg.value == name for arg in node.args)
-            return names(node.func.value)
+            return names(node.func.value) or node.func.attr == name
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and names(node.func):
+            return True  # of an object
         if isinstance(node, ast.Call) and _word(node.func) == "setattr":
             return any(map(names, node.args[:2]))
         if isinstance(node, ast.FunctionDef):

@@ -15,9 +15,6 @@ from itertools import combinations
 import torch
 from torch import Tensor, nn
 
-from partc.errors import PartcError
-from partc.ir.operations import memory_owner
-from partc.ir.program import Graph, TensorType, is_change, makers
 from partc.runtime.torch_private import storage_key
 from partc.runtime.train.plain_tensors import named_tensors
 
@@ -41,25 +38,6 @@ def untrained_pairs(pairs: Iterable[Pair]) -> dict[str, str]:
         if not (x.requires_grad or y.requires_grad) and _overlap(x, y):
             found |= {one: other, other: one}
     return found
-
-
-def check_changes(
-    graph: Graph, types: Mapping[str, TensorType], values: Mapping[str, str], pairs: Mapping[str, str], kind: str
-) -> None:
-    """Raises PartcError P0225 where a traced graph changes one of two `pairs` of a kind in place. `values` has the
-    names of their values.
-    """
-    held = {values[name]: name for name in pairs if name in values}
-    made = makers(graph.ops) if held else {}
-    for op in graph.ops if held else ():
-        name = held.get(memory_owner(next(op.refs()), made, types)) if is_change(op) else None
-        if name is not None:
-            raise PartcError(
-                "P0225",
-                f"forward changes the {kind} {name}, which has memory in common with {pairs[name]}",
-                help="put a copy into one of them: .clone()",
-                source=op.source,
-            )
 
 
 def module_pairs(modules: Mapping[str, nn.Module]) -> list[Pair]:

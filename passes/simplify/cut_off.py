@@ -18,7 +18,8 @@ def with_cut_off_parameters(region: Region, before: Graph, trained: frozenset[st
     """
     graph = region.forward
     left = passing(graph)
-    lost = [value.name for value in region.params if value.name in (passing(before) & trained) - left]
+    gone = (passing(before) & trained) - left
+    lost = [value.name for value in region.params if value.name in gone]
     places: dict[str, list[str]] = {}
     for name in lost:
         once = reached(before, (name,)) & left

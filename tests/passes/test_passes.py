@@ -13,7 +13,9 @@ import partc
 from partc import fuel, passes
 from partc import settings as environment
 from partc.errors import InternalError, PartcError
+from partc.ir.gradients import passing
 from partc.ir.program import Op, Program, Ref, Region
+from partc.passes.simplify import cut_off
 from partc.settings import Settings
 from tests.programs import tiny
 
@@ -212,3 +214,13 @@ def test_packages_train_alike_with_any_amount_of_fuel(setting, monkeypatch: pyte
         assert (left == 0) == (amount == 0)
         assert package.verify(steps=1).ok
     assert whole.verify(steps=1).ok
+
+
+def test_gradients_are_followed_as_often_for_many_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked: list[str] = []
+    monkeypatch.setattr(cut_off, "passing", lambda graph: walked.append("") or passing(graph))  # type: ignore[func-returns-value]
+    (region,) = tiny().regions
+    (weight,) = region.params
+    many = replace(region, params=(weight, *(replace(weight, name=f"w{i}") for i in range(8))))
+    cut_off.with_cut_off_parameters(many, many.forward, frozenset(value.name for value in many.params))
+    assert len(walked) == 2

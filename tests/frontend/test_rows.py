@@ -180,6 +180,13 @@ def led() -> nn.Module:
     return stack
 
 
+def hybrid(units: int = 6) -> nn.Module:
+    """Seven blocks of one kind before each block of another."""
+    stack = Stack(Block, 2)
+    stack.blocks = nn.ModuleList(Alternating(int(index % 8 == 7)) for index in range(8 * units))
+    return stack
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # whether some modules are left out
     "equal": (lambda: Stack(Block, 9), True),
     "alternating": (lambda: Stack(Alternating, 14), True),
@@ -190,6 +197,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # whether some modu
     "frozen": (frozen, True),
     "nested": (nested, True),
     "led": (led, True),
+    "hybrid": (hybrid, True),
     "few": (lambda: Stack(Block, 5), False),
     "one module": (lambda: Stack(Block, 9, shared=True), False),
     "by index": (lambda: Stack(ByIndex, 9), False),
@@ -259,6 +267,11 @@ def test_traces_do_not_grow_with_depth() -> None:
     assert len(few.regions[0].forward.ops) == len(many.regions[0].forward.ops)
     assert len(restore_units(many).regions[0].forward.ops) > 4 * len(many.regions[0].forward.ops)
     assert len(many.parameters) == 5 * len(few.parameters)
+
+
+def test_rows_have_the_units_that_cover_most_modules() -> None:
+    few, many = (traced(lambda units=units: hybrid(units))[0] for units in (6, 10))  # type: ignore[misc]
+    assert len(few.regions[0].forward.ops) == len(many.regions[0].forward.ops)
 
 
 def test_outlining_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:

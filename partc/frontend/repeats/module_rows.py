@@ -2,7 +2,7 @@
 
     layers.0 … layers.125  ->  layers.0, layers.1, layers.2 and layers.125 are traced; layers.3 to layers.124 are not
 
-A row is planned where a container has consecutive equal modules, or equal units of up to six modules. While the model
+A row is planned where a container has consecutive equal modules, or equal units of up to eight modules. While the model
 is traced, the units between the third and the last have no weights, and their calls return the results of the third
 unit. Outside of forward they have no submodules either, so that an export skips them. `repeats.Repeats` compares each
 call with that of the third unit, and every read of a missing weight ends the trace: the model is then traced without
@@ -11,6 +11,7 @@ the row.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from partc.ir.naming import is_number
 from partc.ir.program import Repetition
 from partc.ir.repetitions import KEPT
 
-LONGEST = 6  # the most modules in a unit
+LONGEST = 8  # the most modules in a unit: Jamba and MiniMax-01 have one layer of attention in eight
 FEWEST = KEPT + 3  # the fewest units in a row
 
 
@@ -163,15 +164,18 @@ class ModuleRows:
 
 
 def _longest(kinds: list[Any], index: int) -> tuple[int, int]:
-    """The row that begins at this index, as (modules in a unit, number of units); 0 units if there is none."""
+    """The row of the most modules that begins at this index, as (modules in a unit, number of units); 0 units if there
+    is none.
+    """
+    found = 1, 0
     for size in range(1, LONGEST + 1):
         unit = kinds[index : index + size]
         units = 1
         while None not in unit and kinds[index + units * size : index + (units + 1) * size] == unit:
             units += 1
-        if units >= FEWEST:
-            return size, units
-    return 1, 0
+        if units >= FEWEST and size * units > math.prod(found):
+            found = size, units
+    return found
 
 
 class _Absent(dict[str, Any]):

@@ -73,35 +73,20 @@ class ForwardWriter:
         if saves:
             lines.append(Line(code="saved: list[Any] = []"))
         for run in self.facts.runs["microbatch"]:
-            lines.extend(self._forward_loop(run) if run.loop else self._forward_call(run, run.calls[0]))
+            lines.extend(self._forward(run))
         sent = dict.fromkeys(t.value for t in self.facts.sent)
         sent.update(dict.fromkeys(filter(self.facts.makes, self.facts.program.returned)))
         values = ", ".join(f"{literal(name)}: {self.places[name]}" for name in sent)
         lines.append(Line(code=f"return {{{values}}}, {'saved' if saves else '[]'}"))
         return lines
 
-    def _call(self, run: Run, way: Access, args: Sequence[str], results: Sequence[str]) -> list[Line]:
-        code = self.facts.codes[run.region.name]
-        kept = [target for index, target in enumerate(results) if index not in code.stored]
-        targets = [*kept, "kept"] if code.saved else kept
-        arguments = self.facts.arguments(code.forward, run, args, p=way.p)
-        assigned = f"{', '.join(targets)} = " if targets else ""
-        call = Line(code=f"{assigned}{code.forward.name}({arguments})", indent=way.indent)
-        hand = [Line(code="saved.append(kept)", indent=way.indent)] if code.saved else []
-        return [*way.head, *way.before, call, *way.after, *hand, *way.tail]
-
-    def _forward_call(self, run: Run, call: Call) -> list[Line]:
-        args = [self.places[name] for name in call.args]
-        results = [self._bind(name) if self._is_read(name) else "_" for name in call.results]
-        way = access(self.facts, run, self.facts.codes[run.region.name].forward, "F")
-        return self._call(run, way, args, results)
-
     def _bind(self, name: str) -> str:
         """A new local variable for a program value."""
         self.places[name] = self.names.fresh(emitted_name(self.wanted.get(name, name)))
         return self.places[name]
 
-    def _forward_loop(self, run: Run) -> list[Line]:
+    def _forward(self, run: Run) -> list[Line]:
+        """A call, or a loop over calls, which hands values from each call to the next one."""
         lines: list[Line] = []
         first, last = run.calls[0], run.calls[-1]
         variables: dict[int, str] = {}
@@ -121,8 +106,14 @@ class ForwardWriter:
             by_result.get(index) or (self._bind(name) if self._is_read(name) else "_")
             for index, name in enumerate(last.results)
         ]
-        way = access(self.facts, run, self.facts.codes[run.region.name].forward, "F")
-        return [*lines, *self._call(run, way, args, results)]
+        code = self.facts.codes[run.region.name]
+        way = access(self.facts, run, code.forward, "F")
+        kept = [target for index, target in enumerate(results) if index not in code.stored]
+        targets = [*kept, "kept"] if code.saved else kept
+        assigned = f"{', '.join(targets)} = " if targets else ""
+        call = f"{assigned}{code.forward.name}({self.facts.arguments(code.forward, run, args, p=way.p)})"
+        hand = [Line(code="saved.append(kept)", indent=way.indent)] if code.saved else []
+        return [*lines, *way.head, *way.before, Line(code=call, indent=way.indent), *way.after, *hand, *way.tail]
 
     def _is_read(self, name: str) -> bool:
         return name in self.facts.program.returned or any(name in call.args for call in self.facts.program.calls)

@@ -84,6 +84,9 @@ class _Sequence:
     falling: bool
 
 
+_State = tuple[int, int, str]  # (operation, result) in the step before, and the initial value
+
+
 @dataclass(slots=True)
 class _Loop:
     """A run of `count` equal steps of `period` operations each, which begins at the index `start`.
@@ -95,7 +98,7 @@ class _Loop:
     start: int
     period: int
     count: int
-    states: dict[tuple[int, int], tuple[int, int, str]] = field(default_factory=dict)
+    states: dict[tuple[int, int], _State] = field(default_factory=dict)
     sequences: dict[tuple[int, int], _Sequence] = field(default_factory=dict)
     constants: dict[tuple[int, int], str] = field(default_factory=dict)
     same: set[int] = field(default_factory=set)  # operations with the same value in every step
@@ -491,15 +494,6 @@ class _StepBuilder:
         """The scan that reads `sequences` and returns sequences of the results in `made`: (operation, result,
         dimension).
         """
-        loop = self.loop
-        fixed = {value.name for index in loop.same for value in self.step[index].results}
-        constants = dict.fromkeys(
-            name
-            for number, op in enumerate(self.step)
-            if number not in loop.same and number not in loop.moving
-            for slot, name in enumerate(op.refs())
-            if name in fixed or (number, slot) in loop.constants
-        )
         states = {
             state: Value(
                 name=unique(f"{self.step[state[0]].results[state[1]].name}_before", self.taken),
@@ -511,9 +505,45 @@ class _StepBuilder:
             sequence: Value(name=unique(f"{sequence.source}_t", self.taken), type=self._element(sequence))
             for sequence in self.sequences
         }
+        constants = self._constants()
         known = {name: Value(name=unique(name, self.taken), type=self.types[name]) for name in constants}
-        ops: list[Op] = []
-        same: dict[str, str] = {}
+        ops, same = self._operations(states, elements, known)
+        wanted = (*((op, result) for op, result, _ in self.states), *((op, result) for op, result, _ in made))
+        ends = (self.step[op].results[result].name for op, result in wanted)
+        graph = Graph(
+            inputs=(*states.values(), *elements.values(), *known.values()),
+            ops=tuple(ops),
+            outputs=tuple(same.get(name, name) for name in ends),
+        )
+        scan = Scan(
+            starts=tuple(first for _, _, first in self.states),
+            sequences=tuple(sequences),
+            constants=constants,
+            length=self.loop.count,
+            dims=(*(sequence.dim for sequence in self.sequences), *(dim for _, _, dim in made)),
+            reverse=self.reverse,
+            step=graph.without_dead(),
+        )
+        return replace(scan, step=_plainly_named(scan))
+
+    def _constants(self) -> tuple[str, ...]:
+        """The values that every step reads."""
+        loop = self.loop
+        fixed = {value.name for index in loop.same for value in self.step[index].results}
+        read = (
+            name
+            for number, op in enumerate(self.step)
+            if number not in loop.same and number not in loop.moving
+            for slot, name in enumerate(op.refs())
+            if name in fixed or (number, slot) in loop.constants
+        )
+        return tuple(dict.fromkeys(read))
+
+    def _operations(
+        self, states: Mapping[_State, Value], elements: Mapping[_Sequence, Value], constants: Mapping[str, Value]
+    ) -> tuple[list[Op], dict[str, str]]:
+        """The operations of one step, and the names of values that stand for others."""
+        loop, ops, same = self.loop, list[Op](), dict[str, str]()
         for number, op in enumerate(self.step):
             if number in loop.same:
                 continue
@@ -531,29 +561,13 @@ class _StepBuilder:
                     ops.extend(self._shaped(element, value, same, op))
                     names.append(same.get(value.name, value.name))
                 else:
-                    names.append(known[name].name if name in known else same.get(name, name))
+                    names.append(constants[name].name if name in constants else same.get(name, name))
             op = op.reading(names)
             if op.name == "reshape" and (alias := self._alias(op, ops, [*elements.values()])):
                 same[op.result.name] = alias
-                continue
-            ops.append(op)
-        wanted = (*((op, result) for op, result, _ in self.states), *((op, result) for op, result, _ in made))
-        ends = (self.step[op].results[result].name for op, result in wanted)
-        graph = Graph(
-            inputs=(*states.values(), *elements.values(), *known.values()),
-            ops=tuple(ops),
-            outputs=tuple(same.get(name, name) for name in ends),
-        )
-        scan = Scan(
-            starts=tuple(first for _, _, first in self.states),
-            sequences=tuple(sequences),
-            constants=tuple(constants),
-            length=loop.count,
-            dims=(*(sequence.dim for sequence in self.sequences), *(dim for _, _, dim in made)),
-            reverse=self.reverse,
-            step=graph.without_dead(),
-        )
-        return replace(scan, step=_plainly_named(scan))
+            else:
+                ops.append(op)
+        return ops, same
 
     def _element(self, sequence: _Sequence) -> TensorType:
         type, dim = self.types[sequence.source], sequence.dim

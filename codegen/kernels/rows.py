@@ -289,6 +289,12 @@ def unsummed_shapes(
     return {key: ((len(names), *place)[len(names) < 2 :], names) for key, names in together.items()}
 
 
+# The kernel's own variables and constants.
+_VARIABLES = (
+    "row", "column", "in_rows", "in_columns", "inside", "program", "step", "ROWS", "COLUMNS", "PROGRAMS", "STAGES",
+)  # fmt: skip
+
+
 def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
     """The kernel of a fused operation with reductions."""
     draft = Draft.of(op, types, sizes)
@@ -297,21 +303,8 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
     each = (variables(shape[:first], "r"), variables(shape[first:], "c"))
     index: Index = tuple(ZERO if loop.size == 1 else loop.symbol for loops in each for loop in loops)
     every = {loop.symbol: loop.size for loops in each for loop in loops}
-    own = [
-        "row",
-        "column",
-        "in_rows",
-        "in_columns",
-        "inside",
-        "program",
-        "step",
-        "ROWS",
-        "COLUMNS",
-        "PROGRAMS",
-        "STAGES",
-    ]
-    own += [f"{name}_{number}" for name in ("row", "column") for number in range(len(shape))]
-    lowering = draft.lowering(own, every, columns=index[first:])
+    loops = [f"{name}_{number}" for name in ("row", "column") for number in range(len(shape))]
+    lowering = draft.lowering([*_VARIABLES, *loops], every, columns=index[first:])
     statistic: Index = (*index[:first], *(ZERO for _ in index[first:]))
     shapes = {name: type.layout.local_shape(sizes) for name, type in draft.types.items()}
     values = [*draft.stored_values()]
@@ -336,22 +329,10 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
         (before if fixed else body).extend(written)
     sums: list[ColumnSum] = []
     for value, found in zip(values, made, strict=True):
-        result = value.result
         if value.name in down:
-            total = lowering.names.fresh(f"{result.name}_total")
-            dtype = computed_in(value.dtype)
-            alike = [other for other in sums if other.kind == (TORCH[dtype], result.dtype)]
-            sums.append(
-                ColumnSum(
-                    result=result,
-                    parts=alike[0].parts if alike else draft.outside.fresh(f"{result.name}_parts"),
-                    row=len(alike),
-                    total=total,
-                    dtype=TORCH[dtype],
-                    shaped=len(result.shape) != 1,
-                )
-            )
-            body.append(text.down(total, found, dtype))
+            total = lowering.names.fresh(f"{value.result.name}_total")
+            sums.append(_column_sum(value, total, sums, draft))
+            body.append(text.down(total, found, computed_in(value.dtype)))
         else:
             body.append(text.store(value, found, each_row=value.name in per_row))
     reach = tiles.reach * max(value.count for value in values)
@@ -362,6 +343,20 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
         before=tuple(before),
         lines=tuple(body),
         sums=tuple(sums),
+    )
+
+
+def _column_sum(value: StoredValue, total: str, others: Sequence[ColumnSum], draft: Draft) -> ColumnSum:
+    """A sum down the columns; sums of equal element types share the tensor of their parts."""
+    dtype = TORCH[computed_in(value.dtype)]
+    alike = [other for other in others if other.kind == (dtype, value.result.dtype)]
+    return ColumnSum(
+        result=value.result,
+        parts=alike[0].parts if alike else draft.outside.fresh(f"{value.result.name}_parts"),
+        row=len(alike),
+        total=total,
+        dtype=dtype,
+        shaped=len(value.result.shape) != 1,
     )
 
 

@@ -11,8 +11,7 @@ every rank of its group is there; waiting at its end would only be more lenient.
 ranks, a value that stays unread or an endless wait is an internal error that names ranks, actions and lines.
 
 The ranks of one stage run the same code and have the same events, so they enter their collectives in the same order.
-One rank stands for its stage, and the proof is as fast for 16,384 ranks as for 16. Ranks with events of their own
-(`overrides`) are played one by one, together with all others.
+One rank stands for its stage, and the proof is as fast for 16,384 ranks as for 16.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from partc.communication.events import CommunicationPlan, Entered, Event, Message, events
+from partc.communication.events import Entered, Event, Message, events
 from partc.errors import InternalError
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.ir.program import Action, Program
@@ -35,17 +34,14 @@ def check(program: Program) -> Program:
         for stage in program.stages_at(place):
             _check_order(program, stage, tuple(action for action in actions if action.stage == stage))
         _check_handed(program, actions)
-    prove(events(program, crossing=True, proving=True))
+    places = events(program, crossing=True, proving=True).places
+    prove(Mesh(((PIPELINE_AXIS, len(places)),)), dict(enumerate(places)))
     return program
 
 
-def prove(plan: CommunicationPlan) -> None:
-    """Play the plan. Raises InternalError if communication differs, stays unread or never ends."""
-    if plan.overrides:
-        _Play(plan.mesh, {rank: plan.events_of(rank) for rank in range(plan.mesh.size)}).run()
-        return
-    line = Mesh(((PIPELINE_AXIS, len(plan.places)),))
-    _Play(line, dict(enumerate(plan.places))).run()
+def prove(mesh: Mesh, sequences: Mapping[int, tuple[Event, ...]]) -> None:
+    """Play the events of every rank. Raises InternalError if communication differs, stays unread or never ends."""
+    _Play(mesh, sequences).run()
 
 
 def _check_order(program: Program, stage: int, actions: tuple[Action, ...]) -> None:

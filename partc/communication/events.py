@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -102,22 +102,20 @@ def message(program: Program, step: StatementRun) -> Message | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationPlan:
-    """The events of all ranks, by pipeline coordinate; `overrides` has the events of ranks that differ from theirs."""
+    """The events of all ranks, by pipeline coordinate."""
 
     mesh: Mesh
     places: tuple[tuple[Event, ...], ...]
-    overrides: Mapping[int, tuple[Event, ...]] = field(default_factory=dict)
 
     def events_of(self, rank: int) -> tuple[Event, ...]:
-        found = self.overrides.get(rank)
-        return self.places[self.mesh.coordinate(rank).get(PIPELINE_AXIS, 0)] if found is None else found
+        return self.places[self.mesh.coordinate(rank).get(PIPELINE_AXIS, 0)]
 
 
 def events(program: Program, *, crossing: bool = False, proving: bool = False) -> CommunicationPlan:
     """The communication of one step and of the actions before the first step, in order.
 
-    With `crossing`, only communication between pipeline coordinates. The rest always matches without overrides, as all
-    ranks at a coordinate have the same events. With `proving`, statements are checked against the types of parameters.
+    With `crossing`, only communication between pipeline coordinates. The rest always matches, as all ranks at a
+    coordinate have the same events. With `proving`, statements are checked against the types of parameters.
     """
     of = _Events(program, crossing)
     places = []

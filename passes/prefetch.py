@@ -253,9 +253,7 @@ def _with_gathers_ahead(
 
 
 def gathering_ahead(program: Program, row: Sequence[Action], some: Sequence[Action]) -> Iterator[Action]:
-    """Some actions of a row that this pass has produced, with gathers ahead as if there were no others; late ones stay
-    late.
-    """
+    """Some actions of a row of this pass, with gathers ahead as if the row had no others. Late actions stay late."""
     if not any(action.ahead for action in row):
         yield from some
         return

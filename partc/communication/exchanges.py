@@ -51,7 +51,7 @@ class Exchanges:
         }
 
     def has_unit(self, call: Call) -> bool:
-        """Whether the call reads `parted` parameters, or another call of its region does: both are emitted alike."""
+        """Whether some call of its region reads `converted` parameters: calls of a region are emitted alike."""
         return call.region in self._with_units
 
     @cached_property

@@ -34,7 +34,7 @@ _MASKS = (torch.bool, torch.uint8)
 def check_indices(
     exported: ExportedProgram, names: Sequence[str], whole: Sequence[str], parts: Sequence[Mapping[str, Tensor]]
 ) -> None:
-    """Check that no index of a part of the batch lies outside of its tensor, and that every part has places for all
+    """Check that all indices in a part of the batch lie inside their tensors, and that every part has places for all
     rows of entries that it reads whole.
 
     `names` are the entries of the batch, of which no part cuts those of `whole`; `parts` have the values of those that

@@ -159,7 +159,7 @@ class _Program:
         return slice(index * self._ranks, (index + 1) * self._ranks)
 
     def costs(self) -> Any:
-        """The price of a unit of each column: a whole table saves what it costs when it is spread."""
+        """The price of a unit of each column. A table that stays whole saves the price of spreading it."""
         import numpy as np
 
         cost = np.zeros(self._count)

@@ -74,8 +74,8 @@ class _Reads:
         return self.kinds[index] in (None, "streamed")
 
     def _later(self, op: Op) -> list[list[int]]:
-        """The readers that cannot be in a kernel with the value's first ones, those of each depth together; empty if an
-        operation outside kernels reads the value.
+        """Readers, by depth, that cannot share a kernel with the value's first readers; none if an operation outside
+        kernels reads the value.
         """
         readers = self.readers.get(op.result.name, ())
         if any(self.kinds[index] in (None, "streamed", "view", "gather") for index in readers):

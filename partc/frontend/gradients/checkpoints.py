@@ -1,7 +1,7 @@
 """Calls of `torch.utils.checkpoint`, and hooks that pack the tensors which backward reads.
 
-The passes decide what is computed again, so that a call is its function alone. What the second run of the function
-changes in eager mode is repeated in the trace.
+The passes decide about recomputation, so that the trace of a call is the trace of its function. If the function's
+second run in eager mode changes buffers, the trace repeats these changes.
 """
 
 from __future__ import annotations

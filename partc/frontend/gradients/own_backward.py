@@ -66,11 +66,11 @@ def _following_functions(checkpoints: Checkpoints, parts: int, *, whole: bool) -
     def own_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             return checkpoints.reentrant(args[0], args[2:])
-        return apply(cls, *args, **kwargs) if _is_machinery(cls) else followed(cls, args, kwargs, inside, parts)
+        return apply(cls, *args, **kwargs) if _from_torch_or_partc(cls) else followed(cls, args, kwargs, inside, parts)
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """The function that `Function.apply` calls, also one that a model keeps, as in `double = Double.apply`."""
-        if _is_machinery(cls):
+        if _from_torch_or_partc(cls):
             return super(AppliedFunction, cls).apply(*args, **kwargs)
         return own_apply(cls, *args, **kwargs)
 
@@ -111,7 +111,7 @@ def _node_reader() -> Callable[[Tensor], Any]:
     return node
 
 
-def _is_machinery(cls: type) -> bool:
+def _from_torch_or_partc(cls: type) -> bool:
     return cls.__module__.split(".")[0] in ("torch", "partc")
 
 

@@ -43,7 +43,7 @@ def _lowest(dtype: torch.dtype) -> Number:
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
-    """A reduction that runs on all rows, of which those that are not selected hold a number that changes nothing.
+    """A reduction over all rows. Rows that are not selected hold a number that does not change its result.
 
     `dim` is the place of the argument of that name. The result holds the selected rows again if `keeps`.
     """

@@ -50,8 +50,9 @@ TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # of one optimizer
 # The method of modules that runs hooks and forward; tracers wrap the call around it.
 MODULE_CALL = "_call_impl"
-# The function behind torch.utils.checkpoint with use_reentrant=False.
+# The function behind torch.utils.checkpoint with use_reentrant=False. From torch 2.15 on it is behind another one.
 CHECKPOINT = "_checkpoint_without_reentrant_generator"
+CHECKPOINT += "_impl" if hasattr(checkpoint, f"{CHECKPOINT}_impl") else ""
 # What flex_attention reads in its module: the operation, the check of the device, options of its kernel, the context of
 # the compiler, and whether it calls the operation without a compiler.
 FLEX_ATTENTION = (

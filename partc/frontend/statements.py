@@ -17,22 +17,26 @@ def span_of(frame: FrameType) -> Span | None:
     """The span in the source of the value that a frame tests or computes; None before Python 3.11."""
     if not hasattr(frame.f_code, "co_positions"):
         return None
-    offsets, tests, spans = _instructions(frame.f_code, frame.f_code.co_linetable)
-    number = bisect_right(offsets, frame.f_lasti) - 1
-    # The frame tests the value that was computed just before.
-    return spans[number - 1 if tests[number] else number]
+    offsets, spans = _instructions(frame.f_code, frame.f_code.co_linetable)
+    return spans[bisect_right(offsets, frame.f_lasti) - 1]
 
 
 @functools.lru_cache(maxsize=256)
-def _instructions(code: CodeType, lines: bytes) -> tuple[list[int], list[bool], list[Span | None]]:
-    """The instructions of a function: their offsets, whether they test a value, and their spans in the source.
+def _instructions(code: CodeType, lines: bytes) -> tuple[list[int], list[Span | None]]:
+    """The instructions of a function: their offsets, and the spans of the values that they test or compute.
 
     Functions that differ in their lines may be equal, so that `lines`, the table of them, is an argument.
     """
     found = [*dis.get_instructions(code)]
     places = [*code.co_positions()]
-    tests = ["JUMP" in each.opname or each.opname == "UNARY_NOT" for each in found]
-    return [each.offset for each in found], tests, [_span(*places[each.offset // 2]) for each in found]
+    spans: list[Span | None] = []
+    for number, each in enumerate(found):
+        if "JUMP" in each.opname or each.opname in ("UNARY_NOT", "TO_BOOL"):
+            number -= 1  # a test, of the value that was computed before
+            while found[number].opname in ("COPY", "TO_BOOL"):
+                number -= 1
+        spans.append(_span(*places[found[number].offset // 2]))
+    return [each.offset for each in found], spans
 
 
 def _span(line: int | None, last: int | None, column: int | None, end: int | None) -> Span | None:

@@ -107,6 +107,25 @@ def test_functions_may_be_applied_by_a_name_of_the_module() -> None:
     assert found.ok, found.worst
 
 
+class ByAttribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.w, self.scaled = nn.Linear(6, 4), nn.Parameter(torch.ones(4)), Scaled.apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(self.up(x), self.w).square().mean()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_functions_applied_by_other_names_are_traced_or_refused() -> None:
+    """From torch 2.15 on such a name is bound to a function of C, which knows nothing of a trace."""
+    try:
+        package = partc.compile(ByAttribute, {"x": torch.randn(8, 6)}, mesh="dp=2", precision="fp64")
+    except PartcError as error:
+        assert error.code == "P0216" and "call Scaled.apply itself" in str(error)
+    else:
+        assert package.verify(steps=2).ok
+
+
 class Checkpointed(nn.Module):
     """Reentrant checkpoints pass no gradient on if no argument requires one."""
 

@@ -120,6 +120,7 @@ class _ValuesOfRanges(WithoutValues):
 # built.
 _OF_CONSTRUCTION = frozenset(vars(type("_", (), {}))) | {
     *("__annotations__", "__new__", "__init__", "__repr__", "__deepcopy__"),
+    *("__firstlineno__", "__static_attributes__"),  # of classes in Python 3.13
 }
 
 

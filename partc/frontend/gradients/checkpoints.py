@@ -62,8 +62,7 @@ class Checkpoints:
         self._report(sys._getframe(1))
         given = _SIGNATURE.bind(*args, **kwargs)
         given.apply_defaults()
-        function, _, contexts, *_ = given.args
-        own, named = given.arguments["args"], given.arguments["kwargs"]
+        function, contexts, own, named = (given.arguments[name] for name in ("fn", "context_fn", "args", "kwargs"))
         trains = torch.is_grad_enabled() and _trains(function, (*own, *named.values()))
         again = self._repeating_changes(lambda: function(*own, **named), always=False) if trains else nullcontext()
         forward, _ = contexts()

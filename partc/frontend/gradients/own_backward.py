@@ -9,10 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from types import BuiltinMethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
@@ -21,7 +24,7 @@ from partc.frontend.gradients.hooks import Hook, NodeWithoutHooks, register_hook
 from partc.frontend.gradients.inner_gradients import inner_gradient
 from partc.frontend.gradients.own_functions import Pairs, followed, refused
 from partc.installed import is_machinery
-from partc.replaced import replaced
+from partc.replaced import all_replaced, replaced
 from partc.torch_private import CHECKPOINT, AppliedFunction, CheckpointFunction, checkpoint, inside_functorch
 
 
@@ -59,20 +62,32 @@ def following_own_backward(
 @contextmanager
 def _following_functions(checkpoints: Checkpoints, parts: int, *, whole: bool) -> Iterator[None]:
     """A context in which autograd functions, and gradients that the model computes, are traced."""
-    apply, grad = vars(torch.autograd.Function)["apply"].__func__, torch.autograd.grad
+    apply, grad = vars(torch.autograd.Function)["apply"], torch.autograd.grad
     inner = inner_gradient(grad, whole)
     inside: list[Pairs] = []  # the gradients of weights that each running backward accumulates
 
     def own_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             return checkpoints.reentrant(args[0], args[2:])
-        return apply(cls, *args, **kwargs) if _from_torch_or_partc(cls) else followed(cls, args, kwargs, inside, parts)
+        if _from_torch_or_partc(cls):
+            return apply.__get__(None, cls)(*args, **kwargs)
+        return followed(cls, args, kwargs, inside, parts)
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """The function that `Function.apply` calls, also one that a model keeps, as in `double = Double.apply`."""
+        """The function that `Function.apply` calls before torch 2.15, also one that a model keeps, as in `double =
+        Double.apply`.
+        """
         if _from_torch_or_partc(cls):
             return super(AppliedFunction, cls).apply(*args, **kwargs)
         return own_apply(cls, *args, **kwargs)
+
+    def new_node(node: Any) -> None:
+        cls = type(node)._forward_cls
+        if not _from_torch_or_partc(cls):  # a function that torch applies without the functions above
+            raise refused(
+                f"forward applies {cls.__name__} by a name of its apply, which a trace cannot follow",
+                help=f"call {cls.__name__}.apply itself",
+            )
 
     def own_grad(*args: Any, **kwargs: Any) -> Any:
         return grad(*args, **kwargs) if inside_functorch() else inner(*args, **kwargs)
@@ -95,8 +110,22 @@ def _following_functions(checkpoints: Checkpoints, parts: int, *, whole: bool) -
         replaced(torch.autograd, grad=own_grad, backward=own_backward),
         replaced(torch.autograd.Function, apply=classmethod(own_apply)),
         replaced(AppliedFunction, apply=classmethod(applied)),
+        replaced(BackwardCFunction, __init__=new_node),
+        all_replaced((home, name, partial(own_apply, cls)) for home, name, cls in _kept_applications()),
     ):
         yield
+
+
+def _kept_applications(above: type[Any] = torch.autograd.Function) -> Iterator[tuple[ModuleType, str, type[Any]]]:
+    """Names such as `double = Double.apply` in the modules of autograd functions. From torch 2.15 on they are bound
+    to a function of C.
+    """
+    for cls in above.__subclasses__():
+        if (home := sys.modules.get(cls.__module__)) is not None:
+            for name, value in vars(home).items():
+                if isinstance(value, BuiltinMethodType) and value.__name__ == "apply" and value.__self__ is cls:
+                    yield home, name, cls
+        yield from _kept_applications(cls)
 
 
 def _node_reader() -> Callable[[Tensor], Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -432,6 +433,23 @@ class ShapesInPlace(nn.Module):
 
 def test_entries_whose_shape_changes_in_place() -> None:
     _equal(ShapesInPlace, {**_batch(), "weights": torch.linspace(0, 1, 8)}, "dp=2")
+
+
+class NumpyMemory(nn.Module):
+    """A tensor in the memory of a NumPy array changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.as_tensor(numpy.full(6, 2.0))
+        scale.mul_(3)
+        return (self.body(x) * scale).square().mean()
+
+
+def test_tensors_in_the_memory_of_numpy_arrays_change_once() -> None:
+    _equal(NumpyMemory, _batch(), "dp=2")
 
 
 def test_bernoulli_in_place_with_equal_odds() -> None:

@@ -32,6 +32,7 @@ _PLACED = frozenset({
 })  # fmt: skip
 # The operations by which torch.Tensor(...), torch.LongTensor(...) and torch.from_numpy(...) bring values into a trace.
 _BROUGHT = frozenset({"lift_fresh.default", "lift_fresh_copy.default"})
+_ADOPTING = frozenset({"as_tensor", "asarray", "from_numpy", "frombuffer"})  # may share the memory of NumPy's arrays
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
@@ -158,7 +159,9 @@ class KnownValues:
             return NotImplemented
         with without_modes(), outside_functorch():  # no_grad would be recorded by the tracer
             try:
-                return call.func(*given[0], **given[1])
+                found = call.func(*given[0], **given[1])
+                # The trace has the memory as a constant, which changes in place would reach.
+                return found.clone() if call.name in _ADOPTING and not isinstance(call.given, Tensor) else found
             except Exception:  # the traced call has succeeded, or will raise the same
                 return NotImplemented
 

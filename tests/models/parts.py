@@ -85,9 +85,9 @@ class Layer(nn.Module):
 
 
 class Mixture(nn.Module):
-    def __init__(self, style: str) -> None:
+    def __init__(self, style: str, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(style) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(style) for _ in range(layers))
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         for layer in self.layers:
@@ -95,8 +95,8 @@ class Mixture(nn.Module):
         return F.mse_loss(x, target)
 
 
-def model(style: str = "split") -> nn.Module:
-    return Mixture(style)
+def model(style: str = "split", layers: int = 2) -> nn.Module:
+    return Mixture(style, layers)
 
 
 def batch() -> dict[str, Tensor]:

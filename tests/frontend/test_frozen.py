@@ -466,6 +466,41 @@ def test_a_model_is_traced_once_where_nothing_changes(tmp_path: Path) -> None:
     assert export.call_count == 1
 
 
+POOLS = """
+from collections.abc import Mapping
+import torch
+from torch import nn
+
+class Pools(Mapping):
+    def __len__(self):
+        return 0
+
+    def __getitem__(self, key):
+        raise KeyError(key)
+
+    def __iter__(self):
+        raise NotImplementedError
+
+POOLS = Pools()
+
+def model():
+    return nn.Linear(6, 1)
+
+def batch():
+    return {"x": torch.randn(4, 6)}
+
+def loss(model, batch):
+    return model(batch["x"]).mean()
+"""
+
+
+def test_mappings_whose_items_cannot_be_read_are_let_be(tmp_path: Path) -> None:
+    path = tmp_path / "pools.py"
+    path.write_text(POOLS)
+    file = load(path, {})
+    capture(file.model, file.batch, file.loss, precision="fp32", path=file.path)
+
+
 class Noting(torch.nn.Module):
     """Experts for the rows that masks select; forward may note the type of its input in an attribute."""
 

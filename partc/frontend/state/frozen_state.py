@@ -299,10 +299,14 @@ def comparable_copy(value: Any, kept: list[Any], depth: int, known: dict[int, An
 def _items(value: Any) -> list[Any] | None:
     """The first ITEMS + 1 items of a list, tuple, deque or mapping; None for other values.
 
-    Subclasses may define no length, as e3nn's irreducible representations do.
+    Subclasses may define no length, as e3nn's irreducible representations do, or no items, as urllib3's pools of
+    connections do.
     """
     if isinstance(value, Mapping):
-        return [*islice(value.items(), ITEMS + 1)]
+        try:
+            return [*islice(value.items(), ITEMS + 1)]
+        except Exception:  # of a class that partc does not know
+            return None
     kind: Any = next((kind for kind in (list, tuple, deque) if isinstance(value, kind)), None)
     return None if kind is None else [*islice(kind.__iter__(value), ITEMS + 1)]
 

@@ -486,6 +486,8 @@ def _of_factors(cut: Pieces, factors: Sequence[int], sizes: Sizes) -> list[Piece
     """Assign a dimension's sub-dimensions to factors of these local sizes, major first; None if they do not fit."""
     if len(factors) < 2:
         return [cut][: len(factors)]
+    if 0 in factors:
+        return None if _axes(cut) else [(SubDim(size),) for size in factors]
     left = list(cut)
     found: list[Pieces] = []
     for size in factors:

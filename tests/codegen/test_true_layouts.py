@@ -43,6 +43,7 @@ def typed(layout: str) -> TensorType:
         (Op(name="reduce_scatter", args=(Ref("a"),), attrs=(("dim", 1), ("axis", "tp"))), ("[8@dp, 16] partial(tp)",), (4, 4), "[8@dp, 16@tp]"),
         (Op(name="all_gather", args=(Ref("a"),), attrs=(("dim", 1), ("axis", "tp"))), ("[8@dp, 16@tp]",), (4, 16), "[8@dp, 16]"),
         (Op(name="slice", args=(Ref("a"), 1, 1, 4, 2)), ("[8@dp, 2 · 8@tp]",), (4, 2), "[8@dp, 2 · 4@tp]"),
+        (Op(name="cat", args=((Ref("a"), Ref("b")), 0)), ("[8, 16@tp]", "[0, 16@tp]"), (8, 4), "[8, 16@tp]"),
         (Op(name="put", args=(Ref("a"),), attrs=(("dim", 1), ("axis", "tp"))), ("[8, 16@tp]",), (8, 16), "[8, 16] partial(tp)"),
         (Op(name="index_put", args=(Ref("a"), (Ref("b"),), Ref("b"), True)), ("[4]", "[8@dp]"), (4,), "[4] partial(dp)"),
         (Op(name="silu_backward", args=(Ref("a"), Ref("b"))), ("[8@dp, 16@tp]", "[8@dp, 16@tp]"), (4, 4), "[8@dp, 16@tp]"),

@@ -356,6 +356,12 @@ class Swapped(torch.nn.Module):
         return (some + x + y).square().mean()
 
 
+def test_failures_with_numbers_of_a_later_step_are_listed(tmp_path: Path) -> None:
+    scheduled = "self.n += 1\nreturn self.up(x) * [1.0, 1.0, 1.0, 1.0, 2.0][self.n]"
+    (sentence,) = traced(tmp_path, scheduled).assumed
+    assert "repeat the first step" in sentence and "self.n" in sentence and "IndexError" in sentence
+
+
 class FrozenLater(torch.nn.Module):
     """Two equal layers, of which a later step freezes one."""
 

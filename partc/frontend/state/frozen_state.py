@@ -549,7 +549,7 @@ def check(
         where = "" if line is None else f" ({line})"
         drawing = f"Packages draw nothing from Python's {change.key[0]} module"
         assume(f"{drawing}: {TRIES} traces with other numbers were equal{where}.")
-    _check_counters(plain, known, watch, again, [*first.values()], begun, stops)
+    _check_counters(plain, known, watch, again, assume, [*first.values()], begun, stops)
 
 
 def _check_counters(
@@ -557,11 +557,13 @@ def _check_counters(
     known: Set[str],
     watch: StateWatch,
     again: Callable[[], torch.export.ExportedProgram],
+    assume: Callable[[str], None],
     changes: Sequence[Change],
     begun: Counters,
     stops: tuple[type[Exception], ...],
 ) -> None:
-    """Refuse branches on numbers and lengths that forward changes in each step. Raises PartcError P0225.
+    """Refuse branches on numbers and lengths that forward changes in each step; list an assumption if forward fails
+    with those of a later step, as past the end of a schedule. Raises PartcError P0225.
 
     `begun` are those with which the last trace began: its comparisons had the outcomes of the first trace.
     """
@@ -577,6 +579,8 @@ def _check_counters(
             }
             if not moved:
                 return
+            change = changes[next(iter(moved))[0]]
+            source = change_source(change, watch.state)
             for key, (old, new) in moved.items():
                 if key in ended and (late or isinstance(ended[key], Number)):
                     ended[key].put(later(old, new) if late else opposite(old))
@@ -587,13 +591,15 @@ def _check_counters(
             except Exception as error:  # such as a report of values: the branch's code cannot be traced
                 if isinstance(error, PartcError) and error.code == "P0225":
                     raise
+                if late:
+                    cause, where = getattr(error, "cause", error), "" if source is None else f" ({source})"
+                    assume(f"Packages repeat the first step. With a later value of {change.what}{where}, {cause}.")
                 continue
             finally:
                 for key in ended.keys() & moved.keys():
                     ended[key].put(moved[key][1])
         always = any(change.always for change in watch.changes.values())
         if always or first_difference(plain, other, filled=True) is not None:
-            change = changes[next(iter(moved))[0]]
             does = "computes something else in a later step: a package would repeat the first step"
             if not late:
                 does = "compares it: a package would have the first step's outcome"
@@ -601,7 +607,7 @@ def _check_counters(
                 "P0225",
                 f"forward changes {change.what}, and {does}",
                 help="keep the number in a registered buffer, and choose between results with torch.where",
-                source=change_source(change, watch.state),
+                source=source,
             )
 
 

@@ -27,6 +27,8 @@ def check_changes(graph: Graph, types: Mapping[str, TensorType], shared: Mapping
     for op in graph.ops:
         changed = {*changed_by(op)}
         owners = {name: memory_owner(name, made, types) for name in op.refs()} if shared or outside else {}
+        if op.name == "copy_" and len({*owners.values()}) == 1:
+            continue  # of a tensor to itself, as a trace ends for a constant that is detached in place
         if not shares_memory(op, types):
             read.update(owner for name, owner in owners.items() if name not in changed)
         changes += [(op, owners[name]) for name in changed if name in owners]

@@ -329,7 +329,7 @@ def graph_of(region: Region, kind: GraphKind) -> Graph | None:
 
 
 def gradients_of(region: Region, call: Call, kind: GraphKind) -> list[str]:
-    """The parameters of a call whose gradients a run of this kind computes."""
+    """The parameters of a call whose gradients its graph of this kind computes."""
     graph = graph_of(region, kind)
     made = set(graph.outputs) if graph is not None else set()
     pairs = zip(region.params, call.params, strict=True)

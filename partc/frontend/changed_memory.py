@@ -16,8 +16,8 @@ from partc.ir.program import Graph, TensorType
 
 
 def check_changes(graph: Graph, types: Mapping[str, TensorType], shared: Mapping[str, str]) -> None:
-    """Raises PartcError P0225 where a traced graph makes such a change. `shared` has words for each value that is in
-    the memory of another tensor.
+    """Raises PartcError P0225 where a traced graph makes such a change. `shared` describes each value that has memory
+    in common with another tensor.
     """
     made = graph.makers()
     # A tensor that forward makes of numbers is a copy of its constant.

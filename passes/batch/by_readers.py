@@ -89,7 +89,7 @@ def _with_cuts(
     places: _Places,
     cuts: Mapping[str, tuple[Placement, Layout]],
 ) -> Program:
-    """The program with these cuts of values, and of the operations that compute them."""
+    """The program in which these values are cut, as are the operations that compute them."""
 
     def cut(value: Value, name: str) -> Value:
         return replace(value, type=replace(value.type, layout=cuts[name][1])) if name in cuts else value

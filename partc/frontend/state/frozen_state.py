@@ -194,7 +194,7 @@ class State:
         return state
 
     def _add(self, key: tuple[str, str], value: Any, owner: Any, inside: Any = None) -> None:
-        """Keep a value, and the contents that are compared, if it does not show them itself."""
+        """Keep a value with a comparable copy of it, or of its contents `inside`."""
         self.values[key] = comparable_copy(value if inside is None else inside, self.kept, DEPTH, self.known)
         self.owners[key], self.objects[key] = owner, value
 
@@ -248,7 +248,7 @@ def _is_users(item: Any) -> bool:
 
 
 def _is_code(value: Any) -> bool:
-    """Whether a value is a module, a class or a function, or is called like one and is not of the user's classes."""
+    """Whether a value is a module, a class or a function, or another callable of a library."""
     return isinstance(value, types.ModuleType | type) or (callable(value) and not _is_users(type(value)))
 
 

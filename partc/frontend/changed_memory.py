@@ -19,14 +19,16 @@ def check_changes(graph: Graph, types: Mapping[str, TensorType], shared: Mapping
     """Raises PartcError P0225 where a traced graph makes such a change. `shared` describes each value that has memory
     in common with another tensor.
     """
-    made = graph.makers()
     # A tensor that forward makes of numbers is a copy of its constant.
     outside = {value.name for op in graph.ops if op.name == "constant" for value in op.results}
+    if not shared and not outside:
+        return
+    made = graph.makers()
     read: set[str] = set()
     changes = []
     for op in graph.ops:
         changed = {*changed_by(op)}
-        owners = {name: memory_owner(name, made, types) for name in op.refs()} if shared or outside else {}
+        owners = {name: memory_owner(name, made, types) for name in op.refs()}
         if op.name == "copy_" and len({*owners.values()}) == 1:
             continue  # of a tensor to itself, as a trace ends for a constant that is detached in place
         if not shares_memory(op, types):

@@ -19,7 +19,6 @@ from partc.frontend.branches.random_branches import RandomBranch
 from partc.frontend.branches.value_branches import RANDOM_BRANCH
 from partc.frontend.capture import Captured
 from partc.frontend.complex_numbers import is_complex, real_operations
-from partc.frontend.fx_calls import operation
 from partc.frontend.model_precision import WIDE_MARK
 from partc.frontend.node_sources import module_of, source_of
 from partc.frontend.repeats.copies import RepeatedOps
@@ -27,6 +26,7 @@ from partc.frontend.returned_operands import returned
 from partc.frontend.selections.selection_tests import TESTED
 from partc.frontend.state.generator_states import KEPT, RETURNED, idle_states
 from partc.frontend.strided_views import Windows, windows
+from partc.ir.fx_calls import operation
 from partc.ir.gradients import reached
 from partc.ir.naming import unique, unreserved
 from partc.ir.operations import memory_owner

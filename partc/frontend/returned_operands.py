@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from partc.frontend.fx_calls import named_arguments, operation
+from partc.ir.fx_calls import named_arguments, operation
 
 # They return their operand if it has the wanted form, or if they drop nothing.
 _RETURNING = frozenset({

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.frontend.fx_calls import operation
 from partc.ir.collectives import COLLECTIVES, ROUTED
+from partc.ir.fx_calls import operation
 from partc.ir.operations import RANDOM, spelling
 from partc.ir.operators import DTYPE_NAMES
 from partc.ir.parser import parse_graph

@@ -12,8 +12,8 @@ from torch import fx
 
 from partc import fuel
 from partc.errors import InternalError, Source
-from partc.frontend.fx_calls import operation
 from partc.ir.collectives import COLLECTIVES
+from partc.ir.fx_calls import operation
 from partc.ir.gradients import reached
 from partc.ir.layout import Sizes
 from partc.ir.naming import gradient_name, gradient_owner, is_gradient

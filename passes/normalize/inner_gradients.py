@@ -27,8 +27,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from partc.errors import PartcError
-from partc.frontend.fx_calls import operation
 from partc.ir import operators
+from partc.ir.fx_calls import operation
 from partc.ir.naming import unique
 from partc.ir.program import HOOK_PARTS, Arg, DTypeArg, Graph, Op, Ref, TensorType, Value
 from partc.passes.normalize.inplace import without_mutation

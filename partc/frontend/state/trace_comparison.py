@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from partc.errors import Source
-from partc.frontend.fx_calls import named_arguments, operation
 from partc.frontend.node_sources import source_of
 from partc.frontend.returned_operands import returned
+from partc.ir.fx_calls import named_arguments, operation
 from partc.ir.program import MODULE_MARK
 from partc.torch_private import without_modes
 

@@ -219,17 +219,18 @@ def by_number(main: Region, weights: Mapping[str, str], keys: Mapping[int, str])
     An operation of the module `block3`, or one that reads `block3.w`, has the key `block3`. One that reads `w3` or
     `w.3` has the key `.3`: models written as functions of their weights have such bodies. Between the last such
     operation of a body and the first of the next, the cut is at the first position that the fewest values cross. A
-    shared weight without a number does not end a body.
+    shared weight without a number does not end a body. Rows of one weight of all experts are no bodies.
     """
     ops = main.forward.ops
-    passing = _passing(main)
+    passing, rows = _passing(main), _rows(main)
     reads = Counter(name for op in ops if not keys[id(op)] for name in op.refs() if name in weights)
     owned = {name: key for name, count in reads.items() if (key := _number_key(weights[name])) or count < _FEWEST_EQUAL}
     numbers = [""] * len(ops)
     key, first = "", 0  # `first`: the earliest position at which the body may end
     for index, op in enumerate(ops):
         path = _numbered_name(op.module)
-        found = [path] if path else [owned[name] for name in op.refs() if name in owned]
+        named = [] if any(value.name in rows for value in op.results) else [*op.refs()]
+        found = [path] if path else [owned[name] for name in named if name in owned]
         if keys[id(op)] or found:
             now = "" if keys[id(op)] else found[0]
             if now != key and not keys[id(op)] and first < index:

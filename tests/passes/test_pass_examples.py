@@ -41,7 +41,11 @@ CASES: dict[str, tuple[Case, ...]] = {
     "heads": (Case(how={"mesh": "tp=2"}, options={"grouped": True}),),
     "extend": (Case(model="sequences", how={"mesh": "cp=2"}),),
     "zigzag": (Case(model="sequences", how={"mesh": "cp=2"}),),
-    "dense": (Case(model="mixture", how={"mesh": "ep=2"}), Case(model="written_experts", options={"style": "einsum"})),
+    "dense": (
+        Case(model="mixture", how={"mesh": "ep=2"}),
+        Case(model="chosen"),
+        Case(model="written_experts", options={"style": "einsum"}),
+    ),
     "balance": (Case(model="balanced", how={"router_bias_rate": 0.001}, options={"kinds": "bias"}),),
     "reach": (Case(model="left_out"),),
     "outline": (Case(),),

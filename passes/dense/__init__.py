@@ -1,4 +1,4 @@
-"""Rewrite mixtures that send every token through every expert as products by expert, for the axis ep.
+"""Rewrite mixtures that send every token through every expert as products by expert.
 
     einsum         = einsum("btd,edh->bteh", (layer_norm, …up))               # f32[16, 8, 4, 32]
     silu           = silu(einsum)                                             # f32[16, 8, 4, 32]
@@ -22,7 +22,25 @@ copies of tokens, such as products by head, are not mixtures. In an einsum, the 
 experts. A sum of experts' results, each times its own part of an activation (a dense mask), becomes einsums first. So
 do stacks of experts' results that are weighted or chosen by token.
 
-Without the axis, only products with matrices that are read for each row are rewritten, since reading would copy them:
+If scores of other experts than a token's choices are zero, only the rows of its choices are computed (`chosen`):
+
+    scatter         = scatter(zeros_like, -1, getitem_1, softmax)              # f32[8, 6, 6]
+    einsum          = einsum("btd,edh->bteh", (layer_norm, …up))               # f32[8, 6, 6, 12]
+    einsum_1        = einsum("bteh,ehd->bted", (silu, …down))                  # f32[8, 6, 6, 8]
+    unsqueeze       = reshape(scatter, (8, 6, 6, 1))                           # f32[8, 6, 6, 1]
+    mul             = mul(einsum_1, unsqueeze)                                 # f32[8, 6, 6, 8]
+    sum_1           = sum(mul, (2,), False)                                    # f32[8, 6, 8]
+  ->
+    experts…        = reshape(getitem_1, (96,))                                # i64[96]
+    einsum_rows…    = expert_matmul(layer_norm_rows…, experts…, …up)           # f32[96, 12]
+    einsum_1_rows…  = expert_matmul(silu_rows…, experts…, …down)               # f32[96, 8]
+    unsqueeze_rows… = reshape(softmax, (96, 1))                                # f32[96, 1]
+    mul_rows…       = mul(einsum_1_rows…, unsqueeze_rows…)                     # f32[96, 8]
+    mul…            = reshape(mul_rows…, (8, 6, 2, 8))                         # f32[8, 6, 2, 8]
+    sum_1           = sum(mul…, (2,), False)                                   # f32[8, 6, 8]
+
+Without the axis, only such mixtures are rewritten, and products with matrices that are read for each row, since reading
+would copy them:
 
     index       = index(…up, (getitem_1,))                             # f32[32, 2, 8, 16]
     einsum      = einsum("bekc,bk->bec", (index, reshape))             # f32[32, 2, 16]
@@ -45,6 +63,7 @@ from partc import fuel
 from partc.ir.naming import unique
 from partc.ir.operations import KEEPING, RANDOM
 from partc.ir.program import DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value, needed
+from partc.passes.dense.chosen import products_of_all, with_chosen_rows
 from partc.passes.route.loops import LEAST, Lift, Lifted, NotEqualError
 from partc.passes.route.rows import RowWriter
 from partc.rules import is_elementwise
@@ -57,11 +76,20 @@ _COPIES = frozenset({"expand", "repeat"})
 
 
 def dense(program: Program, *, expert_axes: tuple[str, ...] = ()) -> Program:
-    """Rewrite products with chosen matrices in all regions; with `expert_axes` also dense mixtures."""
-    return replace(program, regions=tuple(_rewritten(region, bool(expert_axes)) for region in program.regions))
+    """Rewrite products with chosen matrices in all regions, and dense mixtures: all with `expert_axes`, otherwise those
+    of which only chosen experts count.
+    """
+    return replace(program, regions=tuple(_by_row(region, bool(expert_axes)) for region in program.regions))
 
 
-def _rewritten(region: Region, mixtures: bool) -> Region:
+def _by_row(region: Region, mixtures: bool) -> Region:
+    if not mixtures and not any(op.name in _PLACES for op in region.forward.ops):
+        return _rewritten(region, mixtures=False)
+    chosen = with_chosen_rows(_rewritten(region, mixtures=True))
+    return chosen if mixtures or not products_of_all(chosen) else _rewritten(region, mixtures=False)
+
+
+def _rewritten(region: Region, *, mixtures: bool) -> Region:
     if mixtures:
         region = _without_stacks(_without_sums(region))
     elif not any(map(_reads_rows, region.forward.ops)):

@@ -83,10 +83,12 @@ def dense(program: Program, *, expert_axes: tuple[str, ...] = ()) -> Program:
 
 
 def _by_row(region: Region, mixtures: bool) -> Region:
-    if not mixtures and not any(op.name in _PLACES for op in region.forward.ops):
-        return _rewritten(region, mixtures=False)
-    chosen = with_chosen_rows(_rewritten(region, mixtures=True))
-    return chosen if mixtures or not products_of_all(chosen) else _rewritten(region, mixtures=False)
+    if mixtures or any(op.name in _PLACES for op in region.forward.ops):
+        every = _rewritten(region, mixtures=True)
+        chosen = with_chosen_rows(every)
+        if mixtures or (chosen is not every and not products_of_all(chosen)):
+            return chosen
+    return _rewritten(region, mixtures=False)
 
 
 def _rewritten(region: Region, *, mixtures: bool) -> Region:

@@ -50,18 +50,9 @@ class StageEnds:
         return self.facts.exchanges.levels if any(opening_units(self.facts, kind) for kind in _METHODS.values()) else 0
 
     def ahead(self) -> dict[str, str]:
-        """The methods' parameters for gathers of later actions, and the arguments that `backward` passes to its two
-        halves.
-        """
-        parameters = AHEAD[: self.facts.exchanges.levels]
-        typed = "".join(f", {name}: Unit" for name in parameters)
-        found = {method: typed if opening_units(self.facts, kind) else "" for method, kind in _METHODS.items()}
-        if self.facts.split:
-            inputs, weights = opening_units(self.facts, "I"), opening_units(self.facts, "W")
-            found["backward"] = typed if inputs or weights else ""
-            given = ([*weights, *parameters][: len(parameters)] if inputs else [], parameters if weights else ())
-            found["inputs"], found["weights"] = ("".join(f", {name}" for name in names) for names in given)
-        return found
+        """The methods' parameters for gathers of later actions."""
+        typed = "".join(f", {name}: Unit" for name in AHEAD[: self.facts.exchanges.levels])
+        return {method: typed if opening_units(self.facts, kind) else "" for method, kind in _METHODS.items()}
 
     def reduce(self) -> list[Line]:
         """The waits and sums after a stage's last backward pass."""

@@ -77,8 +77,8 @@ class StageFacts:
 
     @cached_property
     def split(self) -> bool:
-        """Whether backward passes run in halves; the schedule may do so even for a stage without weights."""
-        return "I" in self.program.kinds(self.index) or any(code.weight for code in self.codes.values())
+        """Whether backward passes run in halves."""
+        return "I" in self.program.kinds(self.index)
 
     def makes(self, name: str) -> bool:
         return any(name in call.results for call in self.calls)

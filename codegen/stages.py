@@ -92,7 +92,7 @@ def stage_code(exchanges: Exchanges, index: int, regions: Mapping[str, RegionCod
         loss_partial=strings(axis for axis in partial if axis != TIME_AXIS and program.sizes[axis] > 1),
         results=results,
         methods=methods,
-        split=facts.split and not program.results,
+        split=facts.split,
         ahead=ahead,
         lookahead=ends.lookahead,
         refreshes=ends.refreshes,

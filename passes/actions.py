@@ -13,16 +13,15 @@ waited for in REDUCE_GRAD. If it runs inside nodes first, its collective between
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from partc.communication.exchanges import Chains, Exchanges, GradientSums, backward_runs, graph_of, in_turn
+from partc.communication.exchanges import Chains, Exchanges, GradientSums, graph_of, in_turn
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.naming import gradient_name
 from partc.ir.program import (
-    ActionKind,
     ActionStatement,
     Body,
     BodyKind,
@@ -79,9 +78,7 @@ class _BodyWriter:
         return self.exchanges.sums(self.index)
 
     def bodies(self) -> Iterator[Body]:
-        kinds = {*self._kinds}
-        if self._split and "B" in kinds:
-            kinds |= {"I", "W"}  # a whole backward pass runs the code of both halves
+        kinds = self.program.kinds(self.index)
         trained = not self.program.results
         written: Mapping[BodyKind, Iterable[ActionStatement]] = {
             "INIT": () if trained else self._refreshes(),
@@ -96,16 +93,9 @@ class _BodyWriter:
             if kind in kinds or kind in always:
                 yield Body(kind=kind, index=self.index, statements=tuple(statements))
 
-    @cached_property
-    def _kinds(self) -> frozenset[ActionKind]:
-        return self.program.kinds(self.index)
-
-    @cached_property
-    def _calls(self) -> list[Call]:
-        return [*self.program.calls_of(self.index)]
-
     def _in_phase(self, phase: Phase) -> list[Call]:
-        return [call for call in self._calls if self.program.region(call.region).phase == phase]
+        calls = self.program.calls_of(self.index)
+        return [call for call in calls if self.program.region(call.region).phase == phase]
 
     def _refreshes(self) -> Iterator[ActionStatement]:
         """The gathers of parameters that stay whole."""
@@ -138,36 +128,23 @@ class _BodyWriter:
         if kind != "W":
             yield from (replace(each, verb="wait") for each in self._transfers("RECV_F" if kind == "F" else "RECV_B"))
         started: list[Bucket] = []
-        for run, calls in self._runs(kind):
-            for call in calls:
-                if graph_of(self.program.region(call.region), run) is None:
-                    continue
-                yield from self._call(call, run)
-                if run == self._completing:
-                    yield from (self._bucket(each)[1] for each in started if self._in_two(each))
-                    started = self._after.get(call.name, [])
-                    yield from (self._bucket(each)[0] for each in started)
+        for call in self._playing(kind):
+            yield from self._call(call, kind)
+            if kind == self._completing:
+                yield from (self._bucket(each)[1] for each in started if self._in_two(each))
+                started = self._after.get(call.name, [])
+                yield from (self._bucket(each)[0] for each in started)
 
-    def _runs(self, kind: GraphKind) -> tuple[tuple[GraphKind, Sequence[Call]], ...]:
-        """The graphs that an action plays, in order."""
+    def _playing(self, kind: GraphKind) -> list[Call]:
+        """The calls with a graph of this kind, in the order in which an action plays them."""
         calls = self._in_phase("microbatch")
-        found: dict[GraphKind, tuple[tuple[GraphKind, Sequence[Call]], ...]] = {
-            "F": (("F", calls),),
-            "I": (("I", calls[::-1]),),
-            "W": (("W", calls),),
-            "B": backward_runs(calls, split=self._split),
-        }
-        return found[kind]
-
-    @cached_property
-    def _split(self) -> bool:
-        """Whether the stage's backward passes have two halves; the second one completes gradients of weights."""
-        return "I" in self._kinds or self.index in self.program.split_stages
+        playing = [call for call in calls if graph_of(self.program.region(call.region), kind) is not None]
+        return playing[::-1] if kind in ("B", "I") else playing
 
     @property
     def _completing(self) -> GraphKind:
         """The kind of graph that completes gradients of weights."""
-        return "W" if self._split else "B"
+        return "W" if "W" in self.program.kinds(self.index) else "B"
 
     def _call(self, call: Call, kind: GraphKind) -> Iterator[ActionStatement]:
         gathers = self.exchanges.gathers(call, kind)
@@ -201,9 +178,7 @@ class _BodyWriter:
 
     def _reduce(self) -> Iterator[ActionStatement]:
         """The ends of sums that have started; then the other sums, which may read the results of scatters."""
-        kind, calls = self._runs(self._completing)[-1]
-        graphs = ((call.name, graph_of(self.program.region(call.region), kind)) for call in calls)
-        order = [name for name, graph in graphs if graph is not None]
+        order = [call.name for call in self._playing(self._completing)]
         early = sorted((each for each in self.sums.buckets if each.after), key=lambda each: order.index(each.after))
         left = {each.name: self._bucket(each)[1 + (self._in_two(each) and each.after != order[-1]) :] for each in early}
         scattered = [left[each.name] for each in early if each.scattered]

@@ -22,10 +22,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from partc.communication.exchanges import Exchanges, GradientSums, backward_runs, gradients_of, graph_of
+from partc.communication.exchanges import Exchanges, GradientSums, gradients_of, graph_of
 from partc.ir.layout import Sizes
 from partc.ir.naming import unique
-from partc.ir.program import Bucket, DType, Parameter, Program, Transport
+from partc.ir.program import Bucket, Call, DType, GraphKind, Parameter, Program, Transport
 
 BUCKET = 25_000_000  # the least number of bytes in a bucket
 _PART = 1_000_000  # the least bytes of a scattered bucket for each rank; smaller parts are bound by latency
@@ -123,13 +123,14 @@ def _completed(program: Program, stage: int, split: bool) -> Iterator[tuple[str,
 
     Separate graphs for gradients of weights run after all other backward graphs.
     """
-    runs = backward_runs(program.calls_of(stage), split=split)
-    last, calls = runs[-1]
-    order = [call.name for call in calls if graph_of(program.region(call.region), last) is not None]
+    calls = program.calls_of(stage)
+    runs: Mapping[GraphKind, Sequence[Call]] = {"I": calls[::-1], "W": calls} if split else {"B": calls[::-1]}
+    *_, last = runs
+    order = [call.name for call in runs[last] if graph_of(program.region(call.region), last) is not None]
     first = next(iter(order), "")
     completing: dict[str, str] = {}  # parameter -> the call that completes its gradient
-    for kind, calls in runs:
-        for call in calls:
+    for kind, played in runs.items():
+        for call in played:
             names = gradients_of(program.region(call.region), call, kind)
             completing.update(dict.fromkeys(names, call.name if kind == last else first))
     completed: dict[str, list[str]] = {}

@@ -54,10 +54,6 @@ def prefetch(program: Program, *, late: frozenset[str] = frozenset()) -> Program
         most = max((len(_Exchanges.of(body.statements, "scatter").names) for body in computing), default=0)
         for body in computing:
             bodies[body.name] = replace(body, statements=tuple(_spread_statements(body, depth, most)))
-        halves = [bodies.get(f"{stage}{kind}") for kind in ("I", "W")]  # a half without statements has no body
-        if f"{stage}B" in bodies and any(halves):
-            inputs, weights = (() if half is None else half.statements for half in halves)
-            bodies[f"{stage}B"] = replace(bodies[f"{stage}B"], statements=_joint_backward(inputs, weights, depth))
         if (body := bodies.get(f"{stage}REFRESH")) is not None:
             forward = bodies[f"{stage}F"]
             starts = tuple(each for each in body.statements if each.verb == "start")
@@ -165,41 +161,6 @@ def _remaining_waits(depth: int, most: int) -> Iterator[ActionStatement]:
     yield from [replace(wait, behind=2)] if min(depth, most) > 1 else []
     yield from [replace(wait, verb="advance")] if depth > 1 else []
     yield wait
-
-
-def _joint_backward(inputs: _Statements, weights: _Statements, depth: int) -> tuple[ActionStatement, ...]:
-    """The body of a whole backward pass: its two halves in order.
-
-    The first half gathers ahead for the second, which waits for the scatters that the first one leaves.
-    """
-    early = [each for half in (inputs, weights) for each in half if each.when == "early"]
-    opening = [each for each in early if each.verb == "start"][:depth]
-    opening += [each for each in early if each.verb == "advance" and each.of == opening[0].of]
-    next_ = _Exchanges.of((each for each in weights if each.when == "early"), "gather")
-    last = _Exchanges.of(inputs, "scatter")
-    scatters = any(each.subject == "scatter" and each.verb == "start" for each in weights)
-
-    def ahead(each: ActionStatement) -> Iterator[ActionStatement]:
-        count = gathers(weights)
-        if each.ahead > count:
-            yield replace(each, ahead=each.ahead - count)
-        else:
-            yield from (replace(found, when="") for found in next_.some(each.verb, [each.ahead - 1]))
-
-    def behind(each: ActionStatement) -> Iterator[ActionStatement]:
-        names = last.names
-        if each.verb == "wait":
-            yield from (replace(each, of=name, behind=0) for name in names[::-1][each.behind - 1 : each.behind])
-        else:
-            yield from (replace(found, when="") for found in last.some("advance", [len(names) - 1]))
-
-    first = [each for each in inputs if each.when != "early" and (each.when != "late" or not scatters)]
-    second = [each for each in weights if each.when != "early"]
-    return (
-        *opening,
-        *(found for each in first for found in (ahead(each) if each.ahead else [each])),
-        *(found for each in second for found in (behind(each) if each.behind and last.names else [each])),
-    )
 
 
 def _before_use(statements: _Statements, refreshed: _Exchanges) -> Iterator[ActionStatement]:

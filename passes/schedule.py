@@ -8,8 +8,9 @@
     schedule 0: 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0REDUCE_GRAD
     schedule 1: 1RECV_F0 1F0 1RECV_F1 1I0 1SEND_B0 1W0 1F1 1I1 1SEND_B1 1W1 1REDUCE_GRAD
 
-The order of computations is the schedule's own (partc.schedules), or that of the user's table. If `split` has cut a
-stage's backward pass, the stage sends between the halves. A send follows the computation of its values directly, and
+The order of computations is the schedule's own (partc.schedules), or that of the user's table. A stage's backward
+passes are all whole, or all run in halves: if `split` has cut them, or the schedule runs some of them in halves. Then
+the stage sends between the halves. A send follows the computation of its values directly, and
 does not wait. A receive only posts a buffer, in the order of the sends; the computation that reads the values waits.
 Receives are posted one computation ahead, so that values arrive meanwhile; a gradient is received after its value has
 been sent. Values between two stages of one rank are neither sent nor received. Gradients are reduced at the end, when
@@ -88,7 +89,8 @@ class _Links:
                     )
         senders = frozenset((source, way) for (_, way), found in sources.items() for source in found)
         numbers = {key: {index: number for number, index in enumerate(order)} for key, order in arrivals.items()}
-        return cls(arrivals, numbers, senders, program.split_stages)
+        split = {compute.stage for row in rows for compute in row if compute.kind == "I"}
+        return cls(arrivals, numbers, senders, program.split_stages | split)
 
     def around(self, row: Sequence[Compute]) -> Iterator[Action]:
         """The row's computations, with receives before and sends after them."""

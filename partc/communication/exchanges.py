@@ -9,7 +9,7 @@ byte crosses from node to node only once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -334,11 +334,6 @@ def gradients_of(region: Region, call: Call, kind: GraphKind) -> list[str]:
     made = set(graph.outputs) if graph is not None else set()
     pairs = zip(region.params, call.params, strict=True)
     return [name for value, name in pairs if gradient_name(value.name) in made]
-
-
-def backward_runs(calls: Sequence[Call], *, split: bool) -> tuple[tuple[GraphKind, Sequence[Call]], ...]:
-    """The graphs that a whole backward pass plays, in order; `split` passes have two halves."""
-    return (("I", calls[::-1]), ("W", calls)) if split else (("B", calls[::-1]),)
 
 
 def _reads(region: Region, graph: Graph | None) -> bool:

@@ -40,7 +40,6 @@ def budgeted(
     """
     from partc.compilation.fitting import within_budget
     from partc.passes.recompute import frontiers_of
-    from partc.rehearsal.late import gathering_actions
 
     assert options.budget is not None
     given = options.for_passes | {"frontiers": frontiers_of(start), **known}
@@ -49,11 +48,31 @@ def budgeted(
         chosen = given | {"times": times, **({"recompute": "0B"} if lowest else {})}
         steps = passes.run(start, chosen, until=AHEAD, behind=SAVING, verify=verify)
         # Nothing is gathered ahead, so that the peaks are those of the finished program.
-        late = gathering_actions(steps[-1].program) if options.zero == 3 else frozenset()
-        rest = passes.run(steps[-1].program, given | {"late": late}, until=UNPROVED, behind=AHEAD, verify=verify)
-        return (*steps, *rest)
+        return (*steps, *prefetched(steps[-1].program, options, ahead=False, verify=verify).steps)
 
     return within_budget(options.budget, start, choose, optimizer=options.optimizer, groups=options.group)
+
+
+def prefetched(
+    program: Program,
+    options: Options,
+    *,
+    until: str | None = UNPROVED,
+    ahead: bool = True,
+    verify: Verifier | None = None,
+    observe: passes.Observer = lambda step: None,
+) -> Lowered:
+    """The results of the passes after `AHEAD`, up to `until`.
+
+    ZeRO 3 gathers ahead as far as this does not raise any rank's peak. Without `ahead` nothing is gathered ahead: the
+    program has the same peaks and is found sooner.
+    """
+    from partc.rehearsal.late import LateActions, gathering_actions, late_actions
+
+    late = late_actions(program) if ahead else LateActions(gathering_actions(program))
+    known = options.for_passes | {"late": late.names}
+    steps = passes.run(program, known, until=until, behind=AHEAD, verify=verify, observe=observe)
+    return Lowered(steps, late.compared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +95,14 @@ class PassRuns:
     ) -> Lowered:
         """Run the passes up to `until`; each step is reported once.
 
-        With a budget, the cheapest recomputation that fits is chosen. ZeRO 3 gathers ahead as far as this does not
-        raise any rank's peak. Without `ahead` nothing is gathered ahead: the program has the same peaks and is found
-        sooner.
+        With a budget, the cheapest recomputation that fits is chosen. `ahead` is as in `prefetched`.
         """
         if options.zero < 3 or (until is not None and until in passes.before("prefetch")):
             return Lowered(self._fitted(traced, options, until, observe))
-        from partc.rehearsal.late import LateActions, gathering_actions, late_actions
-
         first = self._fitted(traced, options, AHEAD, observe)
-        program = first[-1].program
-        late = late_actions(program) if ahead else LateActions(gathering_actions(program))
-        known, verify = options.for_passes | {"late": late.names}, self._verifier(program)
-        rest = passes.run(program, known, until=until, behind=AHEAD, verify=verify, observe=observe)
-        return Lowered((*first, *rest), late.compared)
+        program, verify = first[-1].program, self._verifier(traced)
+        rest = prefetched(program, options, until=until, ahead=ahead, verify=verify, observe=observe)
+        return Lowered((*first, *rest.steps), rest.rehearsed)
 
     def _fitted(
         self, traced: Program, options: Options, until: str | None, observe: passes.Observer

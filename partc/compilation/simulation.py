@@ -20,7 +20,7 @@ from typing import Any
 from partc import passes
 from partc.cluster.cluster import Cluster
 from partc.compilation.coupling import apart_if_coupled
-from partc.compilation.lowering import AHEAD, SAVING, UNPROVED, budgeted
+from partc.compilation.lowering import AHEAD, SAVING, budgeted, prefetched
 from partc.compilation.options import DEFAULT, Options, as_compile_errors
 from partc.compilation.plan import FP8, ParallelPlan, json_lines, normalised_document
 from partc.cost.calibration import Calibration
@@ -364,13 +364,11 @@ class Simulator:
 
 def _within_budget(start: Program, options: Options, fusions: Fusions) -> Program:
     """The program with as little recomputation as its budget allows, and with gathers ahead as `partc compile` has."""
-    from partc.rehearsal.late import late_actions
-
     steps = budgeted(start, options, fusions=fusions)
     if options.zero < 3:
         return steps[-1].program
     (program,) = (step.program for step in steps if step.name == AHEAD)
-    return passes.between(AHEAD, UNPROVED, program, options.for_passes | {"late": late_actions(program).names})
+    return prefetched(program, options).steps[-1].program
 
 
 def _local(program: Program) -> tuple[tuple[str, int], ...]:

@@ -83,6 +83,16 @@ class Exchanges:
                 seen.update(call.params)
         return found
 
+    def refreshed(self, call: Call) -> set[str]:
+        """The calls that are the first to read parameters of this call which ranks also keep whole."""
+        found = (self._first_readers.get((call.stage, name)) for name in call.params)
+        return {name for name in found if name is not None}
+
+    @cached_property
+    def _first_readers(self) -> Mapping[tuple[int, str], str]:
+        copies = ((stage, self.whole_copies(stage)) for stage in range(self.program.stages))
+        return {(stage, name): call for stage, found in copies for call, names in found.items() for name in names}
+
     @cached_property
     def levels(self) -> int:
         """The number of levels of a gather: 2 if its ranks share nodes only in part, else 1."""

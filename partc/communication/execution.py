@@ -37,15 +37,18 @@ class _UnderWay:
     # (stage, call) -> remaining uses of its gathered parameters.
     holds: dict[tuple[int, str], int] = field(default_factory=dict)
     whole: tuple[tuple[int, str], ...] = ()  # (stage, call) whose parameters stay whole for the next use
-    under_way: dict[Key, int] = field(default_factory=dict)  # exchange -> the number of its advances
-    # Stage -> its scatters in progress, the last one first.
-    scatters: dict[int, tuple[Key, ...]] = field(default_factory=dict)
+    # Exchange -> the number of its advances, in the order of their starts.
+    under_way: dict[Key, int] = field(default_factory=dict)
 
     def key(self) -> Key:
-        return tuple(self.holds.items()), self.whole, tuple(self.under_way.items()), tuple(self.scatters.items())
+        return tuple(self.holds.items()), self.whole, tuple(self.under_way.items())
 
     def copy(self) -> _UnderWay:
-        return _UnderWay(dict(self.holds), self.whole, dict(self.under_way), dict(self.scatters))
+        return _UnderWay(dict(self.holds), self.whole, dict(self.under_way))
+
+    def scatters(self, stage: int) -> list[Key]:
+        """The scatters of a stage, the last one first."""
+        return [key for key in reversed(self.under_way) if key[:2] == ("scatter", stage)]
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,6 @@ class _Shared:
 
     program: Program
     steps: dict[Key, tuple[tuple[StatementRun, ...], _UnderWay]] = field(default_factory=dict)
-    late: dict[Key, ActionStatement] = field(default_factory=dict)  # scatter -> its `advance` in a later action
-    brought: dict[tuple[int, str], frozenset[str]] = field(default_factory=dict)
-    first_readers: dict[int, Mapping[str, str]] = field(default_factory=dict)
 
     @cached_property
     def bodies(self) -> Mapping[str, Body]:
@@ -83,8 +83,7 @@ class Execution:
         self._proof = StatementProof(self.exchanges, place) if proving else None
         self.stages = program.stages_at(place)
         shared = program.derived(_Shared)
-        self._bodies, self._late, self._brought = shared.bodies, shared.late, shared.brought
-        self._first_readers = shared.first_readers
+        self._bodies = shared.bodies
         # A proof checks every step of its coordinate itself; what it finds serves all other executions.
         self._steps, self._known = ({} if proving else shared.steps), shared.steps
 
@@ -165,8 +164,7 @@ class Execution:
     ) -> Iterator[StatementRun]:
         if body is None:
             return
-        following, left = self._following(ahead), state.scatters.get(body.index, ())
-        made: dict[str, str] = {}  # call -> the backward graph that it has run
+        following, left = self._following(ahead), state.scatters(body.index)
         for each in body.statements:
             if each.ahead:
                 for stage, start, advance in following[each.ahead - 1 : each.ahead]:
@@ -178,13 +176,9 @@ class Execution:
                 for key in left[each.behind - 1 : each.behind]:
                     yield from self._continued_scatter(each, body.index, key, state)
             elif each.when in when:
-                if each.subject in ("B", "I", "W"):
-                    made[each.of] = each.subject
-                yield from self._statement(each, body, made.get(each.of, ""), state)
-        if self._proof is not None:
-            self._proof.body(body.index, made)
+                yield from self._statement(each, body, state)
 
-    def _statement(self, each: ActionStatement, body: Body, made: str, state: _UnderWay) -> Iterator[StatementRun]:
+    def _statement(self, each: ActionStatement, body: Body, state: _UnderWay) -> Iterator[StatementRun]:
         stage, held = body.index, (body.index, each.of)
         key: Key = (each.subject, stage, each.of)
         match each.verb, each.subject:
@@ -208,14 +202,8 @@ class Execution:
                 else:
                     del state.holds[held]
                     yield StatementRun(stage, each)
-            case "start", "scatter":
-                yield from self._exchange(each, stage, key := (*key, made), state)
-                late = (other for other in body.statements if other.when == "late" and other.of == each.of)
-                self._late.update((key, replace(other, when="")) for other in late)
-                state.scatters[stage] = (key, *state.scatters.get(stage, ()))
-            case (("advance" | "wait"), "scatter"):
-                called = [other for other in state.scatters.get(stage, ()) if other[2] == each.of] or [key]
-                yield from self._exchange(each, stage, called[0 if each.verb == "advance" else -1], state)
+            case (("start" | "advance" | "wait"), "scatter"):
+                yield from self._exchange(each, stage, (*key, body.kind), state)
             case (("start" | "advance" | "wait"), ("gather" | "refresh" | "bucket" | "shared" | "result")):
                 yield from self._exchange(each, stage, key, state)
             case (("send" | "receive" | "wait"), "value") | ("run", "update"):
@@ -239,10 +227,13 @@ class Execution:
         self, each: ActionStatement, stage: int, key: Key, state: _UnderWay
     ) -> Iterator[StatementRun]:
         """Advance or wait for a scatter that an earlier action has left in progress."""
+        _, _, name, kind = key
         if each.verb == "wait":
-            yield from self._exchange(replace(each, of=str(key[2]), behind=0), stage, key, state)
-        elif key in self._late:
-            yield from self._exchange(self._late[key], stage, key, state)
+            yield from self._exchange(replace(each, of=name, behind=0), stage, key, state)
+            return
+        statements = self._bodies[f"{stage}{kind}"].statements
+        for advance in [other for other in statements if other.when == "late" and other.of == name]:
+            yield from self._exchange(replace(advance, when=""), stage, key, state)
 
     def _exchange(self, each: ActionStatement, stage: int, key: Key, state: _UnderWay) -> Iterator[StatementRun]:
         shown = f"{each.subject} {each.of}".rstrip()
@@ -258,28 +249,12 @@ class Execution:
             self._proof.exchange(each, key, state.under_way[key])
         if each.verb == "wait":
             del state.under_way[key]
-            if each.subject == "scatter":
-                state.scatters[stage] = tuple(other for other in state.scatters[stage] if other != key)
         yield StatementRun(stage, each, key)
 
     def _check_read(self, stage: int, name: str, kind: GraphKind, state: _UnderWay) -> None:
         """Raise InternalError if a call reads parameters that are not gathered."""
         there = (stage, name) in state.holds and ("gather", stage, name) not in state.under_way
-        coming = any(("refresh", stage, first) in state.under_way for first in self._refreshed(stage, name))
-        if coming or (not there and self.exchanges.gathers(self.program.call(stage, name), kind)):
+        call = self.program.call(stage, name)
+        coming = any(("refresh", stage, first) in state.under_way for first in self.exchanges.refreshed(call))
+        if coming or (not there and self.exchanges.gathers(call, kind)):
             raise InternalError(f"{name} reads its parameters before they are gathered")
-
-    def _refreshed(self, stage: int, name: str) -> frozenset[str]:
-        """The calls whose refreshes must be complete before a call reads its parameters."""
-        if (stage, name) not in self._brought:
-            first = self._first_reader(stage)
-            read = self.program.call(stage, name).params
-            self._brought[stage, name] = frozenset([first[each] for each in read if each in first])
-        return self._brought[stage, name]
-
-    def _first_reader(self, stage: int) -> Mapping[str, str]:
-        """The first call that reads each parameter which the stage keeps whole."""
-        if stage not in self._first_readers:
-            kept = self.exchanges.whole_copies(stage)
-            self._first_readers[stage] = {each: call for call, names in kept.items() for each in names}
-        return self._first_readers[stage]

@@ -36,40 +36,39 @@ def comment(
 
     `apart`: the collective is waited for later.
     """
-    attrs = dict(op.attrs)
-    axis = attrs.get("axis")
+    axis = dict(op.attrs).get("axis")
     if op.name not in NAMES or not isinstance(axis, str) or sizes[axis] == 1:
         return ""
     size = readable(moved_bytes(op, types, sizes))
-    head = f"{NAMES[op.name]} {size} over {axis}{', while what follows runs' * apart}"
-    makers = _listed(label(maker) for maker in _makers(next(op.refs()), axis, graph, types))
-    readers = _listed(label(reader) for reader in _readers(op.result.name, graph))
-    needs = "need" if " and " in readers else "needs"
+    why = reason(op, graph, types, label)
+    return f"{NAMES[op.name]} {size} over {axis}{', while what follows runs' * apart}: {why}"
+
+
+def reason(op: Op, graph: Graph, types: Mapping[str, TensorType], label: Callable[[Op], str]) -> str:
+    """The reason for a collective: the operations that make parts of a sum, or those that read the result."""
+    attrs, read = dict(op.attrs), _readers(op.result.name, graph)
+    makers = _listed(label(maker) for maker in _makers(next(op.refs()), str(attrs["axis"]), graph, types))
+    readers = _listed(map(label, read))
+    result, partial = readers or "the result", f"each rank has a part of the sum in {makers or 'this value'}"
+    needs = f"{result} {'need' if ' and ' in readers else 'needs'} all of dim"
     match op.name:
         case "all_reduce" if attrs.get("op") == "max":
-            return f"{head}: the largest of every rank's, for {readers or 'the result'}"
+            return f"the largest of every rank's, for {result}"
         case "all_reduce":
-            return f"{head}: each rank has a part of the sum in {makers or 'this value'}"
-        case "all_gather":
-            return f"{head}: {readers or 'the result'} {needs} all of dim {attrs['dim']}"
-        case "dispatch":
-            names = {reader.name for reader in _readers(op.result.name, graph)}
-            if "divide_rows" in names:
-                return f"{head}: rows travel to the ranks of their rows of all tables"
-            owners = "rows of the table" if any(name.startswith("embedding") for name in names) else "experts"
-            return f"{head}: rows travel to the ranks of their {owners}, for {readers or 'the result'}"
-        case "combine":
-            return f"{head}: rows of {makers or 'the experts'} return to their places"
+            return partial
         case "reduce_scatter":
-            return (
-                f"{head}: each rank has a part of the sum in {makers or 'this value'} "
-                f"and keeps its share of dim {attrs['dim']}"
-            )
+            return f"{partial} and keeps its share of dim {attrs['dim']}"
+        case "all_gather":
+            return f"{needs} {attrs['dim']}"
+        case "dispatch" if any(reader.name == "divide_rows" for reader in read):
+            return "rows travel to the ranks of their rows of all tables"
+        case "dispatch":
+            owners = "rows of the table" if any(reader.name.startswith("embedding") for reader in read) else "experts"
+            return f"rows travel to the ranks of their {owners}, for {result}"
+        case "combine":
+            return f"rows of {makers or 'the experts'} return to their places"
         case _:
-            return (
-                f"{head}: {readers or 'the result'} {needs} all of dim {attrs['concat_dim']} "
-                f"for a share of dim {attrs['split_dim']}"
-            )
+            return f"{needs} {attrs['concat_dim']} for a share of dim {attrs['split_dim']}"
 
 
 def moved(collectives: Iterable[Collective], sizes: Sizes) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, takewhile
 
-from partc.communication.descriptions import comment, purpose
+from partc.communication.descriptions import purpose, reason
 from partc.communication.exchanges import graph_of
 from partc.communication.execution import Execution, StatementRun
 from partc.cost.action_timeline import ActionTimeline, LeftCollective, Segment, TimelineBuilder
@@ -395,8 +395,7 @@ class Forecast:
                 continue
             made = op.results[0].name
             size = types[next(op.refs())].local_bytes(sizes)
-            why = comment(op, graph, types, sizes, label).partition(": ")[2]
-            choices = _choices(self.program.region(region), op)
+            why, choices = reason(op, graph, types, label), _choices(self.program.region(region), op)
             if op.name in ROUTED:  # rows are put into the order of their experts, and received ones as well
                 copied[made] = OpPiece(op=op, segment=Segment(seconds=self.rates.streamed(2 * size)))
                 yield copied[made]
@@ -505,15 +504,13 @@ class Forecast:
     def arrivals(self) -> Iterator[tuple[int, str, str]]:
         """Yields (stage, producer, consumer) for every value that is sent between ranks."""
         program = self.program
-        done = {(action.stage, action.kind, action.microbatch) for row in program.schedule for action in row}
+        backward = ["I" if "I" in program.kinds(stage) else "B" for stage in range(program.stages)]
         sent = dict.fromkeys((each.source, each.target, each.gradient) for each in program.sent)
         for source, target, gradient in sent:
             for index in range(program.microbatches):
                 yield source, f"{source}F{index}", f"{target}F{index}"
-                back = "I" if (target, "I", index) in done else "B"
-                front = "I" if (source, "I", index) in done else "B"
                 if gradient:
-                    yield target, f"{target}{back}{index}", f"{source}{front}{index}"
+                    yield target, f"{target}{backward[target]}{index}", f"{source}{backward[source]}{index}"
 
     def split(self) -> tuple[float, float, float]:
         """Seconds of computation, of waits for communication, and of waits for a peer: means over coordinates."""

@@ -11,8 +11,9 @@ import codecs
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -236,40 +237,12 @@ def normalised_document(document: object) -> object:
     if not isinstance(document, dict):
         return document
     found = {name: _plain(value) for name, value in document.items() if value is not None}
-    options = document.get("options")
-    if isinstance(options, dict):
-        found["options"] = {name: _integral(value) for name, value in options.items() if value is not None}
-    if "mesh" in found:
-        found["mesh"] = _mesh(found["mesh"])
     for other, name in _WORDS.items():
         if other in found:
             found[name] = found.pop(other)
     if "grad_reduce_in_fp32" in found:
         found["gradients"] = "fp32" if found.pop("grad_reduce_in_fp32") else "bf16"
-    again = found.get("recompute")
-    if isinstance(again, bool):
-        found["recompute"] = "full" if again else "none"
-    elif isinstance(again, (str, list)):
-        words = again.split(",") if isinstance(again, str) else again or ["none"]
-        found["recompute"] = ",".join(_RECOMPUTED.get(word := str(name).strip().lower(), word) for name in words)
-    numbers = found.get("stage_calls")
-    if isinstance(numbers, list):
-        found["stage_calls"] = ",".join(str(_integral(number)) for number in numbers)
-    for count in ("microbatches", "virtual_stages", "loss_chunks", "nodes"):
-        if count in found:
-            found[count] = _number(found[count])
-    if isinstance(found.get("zero"), str):
-        found["zero"] = re.sub("^(zero|stage)[-_ ]*(?=[0-9])", "", str(found["zero"]))
-    schedules = {**{_fold(name): name for name in SCHEDULES}, **_SCHEDULES}
-    spellings = (
-        ("schedule", schedules, "schedule"),
-        ("precision", _PRECISIONS, "torch"),
-        ("attention", _ATTENTION, ""),
-    )
-    for field_name, names, prefix in spellings:
-        value = found.get(field_name)
-        if isinstance(value, str):
-            found[field_name] = names.get(_fold(value).removeprefix(prefix), value)
+    found = {name: _FORMS[name](value) if name in _FORMS else value for name, value in found.items()}
     several, schedule = found.get("virtual_stages"), found.get("schedule", "1f1b")
     if isinstance(several, int) and schedule in ("1f1b", "interleaved"):
         found["schedule"] = "interleaved" if several > 1 else "1f1b"
@@ -305,6 +278,50 @@ def _mesh(value: object) -> object:
     if isinstance(value, dict):
         return ",".join(f"{axis.strip().lower()}={size}" for axis, size in zip(value, numbers, strict=True))
     return "x".join(map(str, numbers))
+
+
+def _options(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    return {name: _integral(option) for name, option in value.items() if option is not None}
+
+
+def _recompute(value: object) -> object:
+    if isinstance(value, bool):
+        return "full" if value else "none"
+    if not isinstance(value, (str, list)):
+        return value
+    words = value.split(",") if isinstance(value, str) else value or ["none"]
+    return ",".join(_RECOMPUTED.get(word := str(name).strip().lower(), word) for name in words)
+
+
+def _stage_calls(value: object) -> object:
+    return ",".join(str(_integral(number)) for number in value) if isinstance(value, list) else value
+
+
+def _zero(value: object) -> object:
+    return re.sub("^(zero|stage)[-_ ]*(?=[0-9])", "", value) if isinstance(value, str) else value
+
+
+def _spelled(names: Mapping[str, str], prefix: str, value: object) -> object:
+    return names.get(_fold(value).removeprefix(prefix), value) if isinstance(value, str) else value
+
+
+# Fields of a plan, and the functions that convert their values from other spellings.
+_FORMS: Mapping[str, Callable[[object], object]] = {
+    "options": _options,
+    "mesh": _mesh,
+    "recompute": _recompute,
+    "stage_calls": _stage_calls,
+    "zero": _zero,
+    "microbatches": _number,
+    "virtual_stages": _number,
+    "loss_chunks": _number,
+    "nodes": _number,
+    "schedule": partial(_spelled, {**{_fold(name): name for name in SCHEDULES}, **_SCHEDULES}, "schedule"),
+    "precision": partial(_spelled, _PRECISIONS, "torch"),
+    "attention": partial(_spelled, _ATTENTION, ""),
+}
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:

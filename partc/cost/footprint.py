@@ -8,6 +8,7 @@ alive at the same time.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -15,14 +16,19 @@ from itertools import islice
 
 from partc.communication.exchanges import Exchanges, graph_of
 from partc.cost.local_costs import LocalCosts
-from partc.cost.saved_tensors import held_inputs, microbatches_in_flight, saved_bytes, saved_in_eight_bits
+from partc.cost.saved_tensors import (
+    held_inputs,
+    memory_of,
+    microbatches_in_flight,
+    saved_bytes,
+    saved_in_eight_bits,
+)
 from partc.ir.collectives import collectives_of, num_blocks
 from partc.ir.gradients import touched_rows
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.naming import gradient_name
-from partc.ir.operations import SHOWING
-from partc.ir.program import ITEMSIZE, SPARSE, Call, Graph, GraphKind, Op, Parameter, Program, Ref, Region, TensorType
+from partc.ir.program import ITEMSIZE, SPARSE, Call, Graph, GraphKind, Op, Parameter, Program, Region, TensorType
 
 _KINDS: tuple[GraphKind, ...] = ("F", "B", "I", "W")
 _STATES = 2  # of AdamW, in the parameter's type
@@ -208,51 +214,28 @@ def _most_alive(region: Region, graph: Graph, kind: GraphKind, sizes: Sizes) -> 
     Values saved for the backward pass do not count, nor do gradients that are added to buffers; saved values that a
     backward pass has read for the last time make room.
     """
-    owner: dict[str, str] = {}
-    bytes_of: dict[str, int] = {}
-
-    def root(name: str) -> str:
-        while name in owner:
-            name = owner[name]
-        return name
-
-    given = {value.name for value in (*region.params, *graph.inputs)}
-    saved = set(region.saved)
-    added = {gradient_name(value.name) for value in region.params}
-    last: dict[str, int] = {}
-    for index, op in enumerate(graph.ops):
-        if op.name in SHOWING and op.args and isinstance(op.args[0], Ref):
-            owner.update((value.name, op.args[0].name) for value in op.results)
-        for name in op.refs():
-            last[root(name)] = index
-    end, types = len(graph.ops), region.types(graph)
-    for name in graph.outputs:
-        last[root(name)] = end
-    incoming = {value.name: value.type.local_bytes(sizes) for value in graph.inputs if value.name not in saved}
-    if kind == "F":
-        incoming = {}
-    kept = {root(name) for name in saved}
-    alive = peak = sum(incoming.values())
-    freed: dict[int, list[int]] = {}
-    for name, size in incoming.items():
-        freed.setdefault(last.get(name, end), []).append(size)
-    if kind != "F":
-        for value in graph.inputs:
-            if value.name in saved:  # its memory counts as saved, until its last reader has run
-                freed.setdefault(last.get(value.name, end), []).append(value.type.local_bytes(sizes))
+    forward, memory, saved = kind == "F", memory_of(graph), set(region.saved)
+    last = {memory.get(name, name): index for index, op in enumerate(graph.ops) for name in op.refs()}
+    last |= {memory.get(name, name): len(graph.ops) for name in graph.outputs}
+    kept = {memory.get(name, name) for name in saved} if forward else set()
+    added = {gradient_name(value.name) for value in region.params} if not forward else set()
+    freed: Counter[int] = Counter()  # operation -> the bytes that it is the last to read
+    alive = 0
+    for value in graph.inputs if not forward else ():
+        size = value.type.local_bytes(sizes)
+        alive += size if value.name not in saved else 0
+        freed[last.get(value.name, len(graph.ops))] += size
+    peak, types = alive, region.types(graph)
     for index, op in enumerate(graph.ops):
         before = alive
         for value in op.results:
             name = value.name
-            if name in owner or name in given or (kind == "F" and name in kept):
-                continue
-            if name in added and kind != "F" and _adds(op):
-                continue
-            size = bytes_of[name] = value.type.local_bytes(sizes)
-            alive += size
-            freed.setdefault(last.get(name, index), []).append(size)
+            if memory[name] == name and name not in kept and not (name in added and _adds(op)):
+                size = value.type.local_bytes(sizes)
+                alive += size
+                freed[last.get(name, index)] += size
         peak = max(peak, alive, before + _ring_workspace(op, types, sizes))
-        alive -= sum(freed.pop(index, ()))
+        alive -= freed[index]
     return peak
 
 

@@ -196,6 +196,11 @@ class _Experts:
         self.rules: dict[int, OpRule] = {}
         self.weights: dict[str, Layout] = {}  # weight -> its layout with each rank's experts
         self.views: dict[int, Choice] = {}  # operations on weights
+        self.plans: dict[str, tuple[str, ...]] = {}  # choice of experts -> the results of its `route`
+        self.here: dict[
+            tuple[str, str], str
+        ] = {}  # (choice of experts, value) -> the value at the ranks of its experts
+        self.taken: set[str] = set()  # names of values
         self.makers = {value.name: index for index, op in enumerate(self.ops) for value in op.results}
         self.readers: dict[str, list[int]] = {}
         for index, op in enumerate(self.ops):
@@ -385,9 +390,7 @@ class _Experts:
             return self.region
         params = self._params()
         inside = {index: chain for chain in self.chains for index in chain.ops}
-        taken = {*self.types}
-        plans: dict[str, tuple[str, ...]] = {}
-        here: dict[tuple[str, str], str] = {}  # (choice of experts, value) -> the value at the ranks of its experts
+        self.taken = {*self.types}
         ops: list[Op] = []
         for index, op in enumerate(self.ops):
             if index in self.views:
@@ -395,7 +398,7 @@ class _Experts:
             elif index not in inside:
                 ops.append(op)
             else:
-                ops.extend(self._moved(index, inside[index], plans, here, taken))
+                ops.extend(self._moved(index, inside[index]))
         return replace(self.region, params=params, forward=replace(self.region.forward, ops=tuple(ops)))
 
     def _view(self, index: int) -> Op:
@@ -410,14 +413,7 @@ class _Experts:
         self.types.update((value.name, value.type) for value in op.results)
         return op
 
-    def _moved(
-        self,
-        index: int,
-        chain: _Chain,
-        plans: dict[str, tuple[str, ...]],
-        here: dict[tuple[str, str], str],
-        taken: set[str],
-    ) -> Iterator[Op]:
+    def _moved(self, index: int, chain: _Chain) -> Iterator[Op]:
         """Yield an operation on the rows that have travelled to this rank's experts.
 
         The movements of its operands come before it, those of its results after it.
@@ -435,35 +431,38 @@ class _Experts:
             op = replace(op, attrs=(("groups", before * self.ways),))
             rule = resolve(op, self.types)
         wanted, _ = self._layouts(op, rule)
-        if chain.chosen not in plans:
+        if chain.chosen not in self.plans:
             at = [*op.refs()].index(chain.chosen)
-            yield self._plan(op, chain.chosen, home[at], wanted[at], plans, taken)
-        plan = plans[chain.chosen]
+            yield self._plan(op, chain.chosen, home[at], wanted[at])
+        plan = self.plans[chain.chosen]
         inside = {value.name for each in chain.ops for value in self.ops[each].results}
         operands: list[str] = []
         for name, layout, dims in zip(op.refs(), wanted, self.rules[index].operands, strict=True):
             if not dims or row not in dims[0]:
                 operands.append(name)
-            elif product and name == chain.chosen:
+                continue
+            if product and name == chain.chosen:
                 operands.append(plan[2])
-            elif name in inside:
-                operands.append(here.get((chain.chosen, name), name))
-                if self.types[operands[-1]].layout.dims[0] != layout.dims[0]:
-                    raise self._refused(op, f"operations cut the rows of {name} in several ways")
-            else:
-                if (chain.chosen, name) not in here:
-                    value = Value(name=unique(f"{name}_here", taken), type=replace(self.types[name], layout=layout))
-                    here[chain.chosen, name] = value.name
-                    yield self._movement("dispatch", name, plan, value, op)
-                operands.append(here[chain.chosen, name])
+                continue
+            if name not in inside and (chain.chosen, name) not in self.here:
+                yield self._arriving(name, layout, chain.chosen, op)
+            operands.append(self.here.get((chain.chosen, name), name))
+            if name in inside and self.types[operands[-1]].layout.dims[0] != layout.dims[0]:
+                raise self._refused(op, f"operations cut the rows of {name} in several ways")
         leaving = {value.name for value in op.results if self._leaves(value.name, chain)}
-        named = {name: unique(f"{name}_here", taken) for name in leaving}
-        here.update(((chain.chosen, name), new) for name, new in named.items())
+        named = {name: unique(f"{name}_here", self.taken) for name in leaving}
+        self.here.update(((chain.chosen, name), new) for name, new in named.items())
         results = tuple(replace(value, name=named.get(value.name, value.name)) for value in op.results)
-        made = self._typed(replace(op.reading(operands), results=results), rule)
-        yield made
+        yield self._typed(replace(op.reading(operands), results=results), rule)
         for name, new in named.items():
             yield self._movement("combine", new, plan, returned[name], op)
+
+    def _arriving(self, name: str, layout: Layout, chosen: str, op: Op) -> Op:
+        """The movement of an operand's rows to the ranks of their experts."""
+        type = replace(self.types[name], layout=layout)
+        value = Value(name=unique(f"{name}_here", self.taken), type=type)
+        self.here[chosen, name] = value.name
+        return self._movement("dispatch", name, self.plans[chosen], value, op)
 
     def _layouts(self, op: Op, rule: OpRule | None) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         """The layouts of the operands, and of the results, under the operation's choices."""
@@ -486,9 +485,7 @@ class _Experts:
         outside = any(index not in chain.ops for index in self.readers.get(name, ()))
         return outside or name in self.region.forward.outputs
 
-    def _plan(
-        self, op: Op, chosen: str, home: Layout, rows: Layout, plans: dict[str, tuple[str, ...]], taken: set[str]
-    ) -> Op:
+    def _plan(self, op: Op, chosen: str, home: Layout, rows: Layout) -> Op:
         """The `route` operation for a choice of experts, which plans how its rows travel."""
         product = _read(op)
         assert product is not None
@@ -498,11 +495,11 @@ class _Experts:
         counts = Layout(((SubDim(2 * every, axes),), (SubDim(count),)))
         types = {"order": home, "grouped": rows, "own": rows, "counts": counts}
         results = tuple(
-            Value(name=unique(word, taken), type=TensorType(dtype="i64", layout=layout))
+            Value(name=unique(word, self.taken), type=TensorType(dtype="i64", layout=layout))
             for word, layout in types.items()
         )
         self.types.update((value.name, value.type) for value in results)
-        plans[chosen] = tuple(value.name for value in results)
+        self.plans[chosen] = tuple(value.name for value in results)
         attrs = (("axis", self.axis),)
         return Op(name="route", args=(Ref(chosen), count, *self.how), attrs=attrs, results=results, source=op.source)
 

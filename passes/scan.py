@@ -208,30 +208,15 @@ class _Loops:
         }
 
     def _operands(self, loop: _Loop, number: int, ops: Sequence[Op], places: Mapping[str, _Place]) -> bool:
+        """Classify the operands of an operation, which `ops` has of every step; False if they fit no scan."""
         same = True
-        reads = [list(op.refs()) for op in ops]
-        for slot, names in enumerate(zip(*reads, strict=True)):
-            where = [places.get(name) for name in names]
-            key = (number, slot)
-            inside = [each for each in where if each is not None]
-            ahead = {(each.step - step, each.op, each.result) for step, each in enumerate(where) if each is not None}
-            if len(inside) == len(names) and len(ahead) == 1 and {*ahead}.pop()[0] == 0:
-                same = same and inside[0].op in loop.same
-            elif where[0] is None and len(inside) == len(names) - 1 and len(ahead) == 1 and {*ahead}.pop()[0] == -1:
-                loop.states[key] = (inside[0].op, inside[0].result, names[0])
-                same = False
-            elif inside:
+        for slot, names in enumerate(zip(*[list(op.refs()) for op in ops], strict=True)):
+            equal = self._operand(loop, (number, slot), names, places)
+            if equal is None:
                 return False
-            elif len(set(names)) == 1:
-                loop.constants[key] = names[0]
-            else:
-                sequence = self._sequence([self._piece(name) for name in names])
-                if sequence is None or self._shaped(names[0]) is None:
-                    return False
-                loop.sequences[key] = sequence
-                same = False
-        first, *others = (_masked(op) for op in ops)
-        if all(other == first for other in others):
+            same = same and equal
+        masked = {_masked(op) for op in ops}
+        if len(masked) == 1:
             if same:
                 loop.same.add(number)
             return True
@@ -243,6 +228,33 @@ class _Loops:
         if sequence is not None:
             loop.moving[number] = sequence
         return sequence is not None
+
+    def _operand(
+        self, loop: _Loop, key: tuple[int, int], names: Sequence[str], places: Mapping[str, _Place]
+    ) -> bool | None:
+        """Record an operand, which is `names[i]` in step i. Returns whether all steps read an equal value; None if the
+        operand fits no scan.
+        """
+        where = [places.get(name) for name in names]
+        inside = [each for each in where if each is not None]
+        if inside:
+            if len({(each.op, each.result) for each in inside}) > 1:
+                return None
+            behind = [None if each is None else step - each.step for step, each in enumerate(where)]
+            if set(behind) == {0}:
+                return inside[0].op in loop.same
+            if behind[0] is None and set(behind[1:]) == {1}:
+                loop.states[key] = (inside[0].op, inside[0].result, names[0])
+                return False
+            return None
+        if len(set(names)) == 1:
+            loop.constants[key] = names[0]
+            return True
+        sequence = self._sequence([self._piece(name) for name in names])
+        if sequence is None or names[0] not in self.types:
+            return None
+        loop.sequences[key] = sequence
+        return False
 
     def _piece(self, name: str) -> _Piece | None:
         """The piece of a tensor of which a value is a reshape; None for other values."""
@@ -257,9 +269,6 @@ class _Loops:
             return _Piece(source, *numbers) if numbers is not None else None
         sizes, dim = integers(op.args[1]), integers(op.args[2])[0]
         return _Piece(source, dim, sum(sizes[:index]), sizes[index])
-
-    def _shaped(self, name: str) -> TensorType | None:
-        return self.types.get(name)
 
     @staticmethod
     def _sequence(pieces: Sequence[_Piece | None]) -> _Sequence | None:

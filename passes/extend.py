@@ -149,19 +149,25 @@ class _LongerSequences:
                 continue
             self.places[name, dim] = outer, extent
             for op in (*([makers[name]] if name in makers else []), *readers.get(name, ())):
-                for factor, inside in self.through(op, (name, dim, outer), extent):
-                    rule = self.rules[id(op)]
-                    assert rule is not None
-                    queue += [(place, extent) for place in carriers(op, rule, (factor,), inside)]
-                if (shorter := self.prefix(op)) is not None:
-                    at, size = shorter
-                    source = next(op.refs())
-                    if name == source and dim == at and outer == 1 and extent.true >= size >= extent.whole - self.least:
-                        queue.append(((op.results[0].name, at, 1), Extent(size, extent.whole)))
-                    elif name == op.results[0].name and dim == at and outer == 1:
-                        longer = self.extents.get(self.types[source].shape[at])
-                        if longer is not None and longer.whole == extent.whole:
-                            queue.append(((source, at, 1), longer))
+                queue += self._beside(op, (name, dim, outer), extent)
+
+    def _beside(self, op: Op, place: Place, extent: Extent) -> Iterator[tuple[Place, Extent]]:
+        """The places in operands and results of an operation that hold the sequence of this place, or a prefix."""
+        for factor, inside in self.through(op, place, extent):
+            rule = self.rules[id(op)]
+            assert rule is not None
+            yield from ((other, extent) for other in carriers(op, rule, (factor,), inside))
+        name, dim, outer = place
+        shorter = self.prefix(op)
+        if shorter is None or (dim, outer) != (shorter[0], 1):
+            return
+        size, source, result = shorter[1], next(op.refs()), op.results[0].name
+        if name == source and extent.true >= size >= extent.whole - self.least:
+            yield (result, dim, 1), Extent(size, extent.whole)
+        elif name == result:
+            longer = self.extents.get(self.types[source].shape[dim])
+            if longer is not None and longer.whole == extent.whole:
+                yield (source, dim, 1), longer
 
     def _reads_added(self, attention: Attention, columns: Extent) -> bool:
         """Whether keys and values may have added positions, because no true row reads them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,18 +90,8 @@ def train(package: Path, folder: Path, values: Path | None, *, steps: int, seed:
             counted = "counted" in plan["parameters"].get(name, {})
             if x.grad is None and branches is not None and name in branches.trained and not counted:
                 x.grad = torch.zeros_like(x)
-        shares = update.accumulate * len(parts)
-        for x in model.parameters():  # a weight with two names is divided once
-            if x.grad is not None:
-                # The gradient of sgn and similar operations has no memory to write to.
-                x.grad = x.grad.clone() if shares == 1 else x.grad / shares
-        recorded: dict[str, Tensor] = {}
-        for name, x in names:
-            if x.grad is not None and x.grad.is_sparse:
-                x.grad = x.grad.coalesce()
-                recorded |= {f"rows/{name}": x.grad.indices()[0], f"gradient/{name}": x.grad.to_dense()}
-            elif x.grad is not None:
-                recorded[f"gradient/{name}"] = as_real(x.grad).clone()
+        _average_gradients(model, update.accumulate * len(parts))
+        recorded = _gradients(names)
         for name, received in counts.loads.items():
             bias = tensors[name]
             recorded[f"gradient/{name}"] = bias.grad = received.to(bias.dtype).view_as(bias) / update.accumulate
@@ -109,6 +99,26 @@ def train(package: Path, folder: Path, values: Path | None, *, steps: int, seed:
         update.step()
         written = {"loss": repr(total), "changed": json.dumps(changed)}
         save(folder / f"step_{step + 1:04d}.safetensors", recorded | _state(model), written)
+
+
+def _average_gradients(model: nn.Module, shares: int) -> None:
+    """Divide the gradients, which are sums over as many batches; a weight with two names is divided once."""
+    for x in model.parameters():
+        if x.grad is not None:
+            # The gradient of sgn and similar operations has no memory to write to.
+            x.grad = x.grad.clone() if shares == 1 else x.grad / shares
+
+
+def _gradients(names: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The gradients of parameters as the files have them; of sparse ones, also the numbers of their rows."""
+    found: dict[str, Tensor] = {}
+    for name, x in names:
+        if x.grad is not None and x.grad.is_sparse:
+            x.grad = x.grad.coalesce()
+            found |= {f"rows/{name}": x.grad.indices()[0], f"gradient/{name}": x.grad.to_dense()}
+        elif x.grad is not None:
+            found[f"gradient/{name}"] = as_real(x.grad).clone()
+    return found
 
 
 def _moments(x: Tensor) -> tuple[str, str]:

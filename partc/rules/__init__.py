@@ -180,32 +180,36 @@ def _placements(op: Op, rule: OpRule, choice: Choice | None) -> tuple[tuple[Plac
     if choice is None:
         return (Replicated(),) * len(rule.operands), (Replicated(),) * len(rule.results)
     if choice.factor is None:
-        asked: list[Placement] = [Varying() for _ in rule.operands]
-        made: Placement = Varying()
-    elif choice.factor == RING:
+        return _alike_results(op, rule, [Varying() for _ in rule.operands], Varying())
+    if choice.factor == RING:
         cuts = [replace(choice, factor=name) for name in rule.ring]
         rows = [[_shard(dims, rule, cut) for cut in cuts] for dims in (*rule.operands, *rule.results)]
         found: list[Placement] = [next((placed for placed in each if placed), Varying()) for each in rows]
         return _invariant_without_gradient(found[: len(rule.operands)], rule), tuple(found[len(rule.operands) :])
-    elif choice.factor.startswith(PARTIAL):
+    if choice.factor.startswith(PARTIAL):
         group = rule.linear[int(choice.factor.removeprefix(PARTIAL))]
-        asked = [Partial() if index in group else Varying() for index in range(len(rule.operands))]
-        made = Partial()
-    else:
-        factor = rule.factor(choice.factor)
-        everywhere = factor.kind == "parallel" or factor.name in rule.normalized  # in every result
-        if factor.kind == "blocked" and not everywhere:
-            raise InternalError(f"{op.name} cannot be cut along {factor.name}")
-        combined = factor.name in rule.combined
-        others: Placement = Replicated() if combined else Varying()
-        sums = rule.added if factor.kind == "contracted" else rule.unread
-        asked = [
-            _shard(dims, rule, choice) or (Partial() if index in sums else others)
-            for index, dims in enumerate(rule.operands)
-        ]
-        if everywhere:
-            return _invariant_without_gradient(asked, rule), tuple(_cut(dims, rule, choice) for dims in rule.results)
-        made = Replicated() if combined else Partial()
+        summed: list[Placement] = [Partial() if at in group else Varying() for at in range(len(rule.operands))]
+        return _alike_results(op, rule, summed, Partial())
+    factor = rule.factor(choice.factor)
+    everywhere = factor.kind == "parallel" or factor.name in rule.normalized  # in every result
+    if factor.kind == "blocked" and not everywhere:
+        raise InternalError(f"{op.name} cannot be cut along {factor.name}")
+    combined = factor.name in rule.combined
+    others: Placement = Replicated() if combined else Varying()
+    sums = rule.added if factor.kind == "contracted" else rule.unread
+    asked = [
+        _shard(dims, rule, choice) or (Partial() if index in sums else others)
+        for index, dims in enumerate(rule.operands)
+    ]
+    if everywhere:
+        return _invariant_without_gradient(asked, rule), tuple(_cut(dims, rule, choice) for dims in rule.results)
+    return _alike_results(op, rule, asked, Replicated() if combined else Partial())
+
+
+def _alike_results(
+    op: Op, rule: OpRule, asked: list[Placement], made: Placement
+) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+    """The placements of operands, and of results that are all placed as `made`; integers do not vary."""
     results = (
         Replicated() if isinstance(made, Varying) and value.type.dtype not in FLOATING else made for value in op.results
     )

@@ -77,22 +77,17 @@ def _called_apart(program: Program, name: str, value: str) -> tuple[Program, set
     region = program.region(name)
     if value not in region.forward.definitions():
         return program, set()
-    before = program
-    constant = _constants(program)
     graph = replace(region.forward, outputs=(value,)).without_dead()
     read = {ref for op in graph.ops for ref in op.refs()}
-    inputs = tuple(x for x in region.forward.inputs if x.name in read)
-    params = tuple(x for x in region.params if x.name in read)
-    if any(op.name in RANDOM for op in graph.ops):
-        return before, set()
-    known: dict[str, str] = {}  # an argument -> the equal value that calls make from inputs and constants alone
-    for call in program.calls_to(name):
-        for x, arg in zip(region.forward.inputs, call.args, strict=True):
-            if x.name in read and arg not in known:
-                made = _result_apart(program, arg)
-                if made is None:
-                    return before, set()
-                program, known[arg] = made
+    held = {  # by call: the parameters that the value depends on
+        call.name: tuple(each for x, each in zip(region.params, call.params, strict=True) if x.name in read)
+        for call in program.calls_to(name)
+    }
+    fixed = _constants(program).issuperset(each for params in held.values() for each in params)
+    apart = None if not fixed or any(op.name in RANDOM for op in graph.ops) else _arguments_apart(program, region, read)
+    if apart is None:
+        return program, set()
+    program, known = apart
     found: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = {}
     calls: list[Call] = []
     taken, names = set(program.value_types()), {call.name for call in program.calls}
@@ -102,11 +97,8 @@ def _called_apart(program: Program, name: str, value: str) -> tuple[Program, set
         if call.region != name:
             calls.append(call)
             continue
-        given = dict(zip((x.name for x in region.forward.inputs), call.args, strict=True))
-        held = dict(zip((x.name for x in region.params), call.params, strict=True))
-        key = tuple(known[given[x.name]] for x in inputs), tuple(held[x.name] for x in params)
-        if not constant.issuperset(key[1]):
-            return before, set()
+        given = tuple(known[arg] for x, arg in zip(region.forward.inputs, call.args, strict=True) if x.name in read)
+        key = given, held[call.name]
         if key not in found:
             found[key] = unique(value, taken)
             calls.append(Call(name=unique(own, names), region=own, params=key[1], args=key[0], results=(found[key],)))
@@ -117,10 +109,28 @@ def _called_apart(program: Program, name: str, value: str) -> tuple[Program, set
         inputs=(*rest.inputs, Value(name=value, type=type)),
         ops=tuple(part for op in rest.ops for part in _for_other_results(op, value, taken)),
     ).without_dead()
-    apart = Region(name=own, params=params, forward=replace(graph, inputs=inputs))
+    inputs, params = (tuple(x for x in every if x.name in read) for every in (region.forward.inputs, region.params))
+    made = Region(name=own, params=params, forward=replace(graph, inputs=inputs))
     regions = [replace(each, forward=rest) if each.name == name else each for each in program.regions]
     values = (*program.values, *(Value(name=each, type=type) for each in found.values()))
-    return replace(program, regions=(apart, *regions), calls=tuple(calls), values=values), set(found.values())
+    return replace(program, regions=(made, *regions), calls=tuple(calls), values=values), set(found.values())
+
+
+def _arguments_apart(program: Program, region: Region, read: Collection[str]) -> tuple[Program, dict[str, str]] | None:
+    """Compute the arguments of a region's calls, for the inputs in `read`, from inputs and constants alone.
+
+    Returns the new program and, by argument, the equal value that its calls compute; None if an argument depends on
+    anything else.
+    """
+    known: dict[str, str] = {}
+    for call in program.calls_to(region.name):
+        for x, arg in zip(region.forward.inputs, call.args, strict=True):
+            if x.name in read and arg not in known:
+                made = _result_apart(program, arg)
+                if made is None:
+                    return None
+                program, known[arg] = made
+    return program, known
 
 
 def _constants(program: Program) -> frozenset[str]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -252,30 +252,34 @@ def _one_copy(graph: Graph, region: Region, sizes: Sizes) -> Graph:
         merged = [
             each for each in parts if each is not None and each.name == "reshape" and reads[each.result.name] == 1
         ]
-        if not parts or len(merged) != len(parts):
+        layout = _joined_heads(op, merged, types, sizes) if merged and len(merged) == len(parts) else None
+        if layout is None:
             continue
-        shapes = [types[next(each.refs())].layout.local_shape(sizes) for each in merged]
-        joined = op.result.type.layout.local_shape(sizes)
-        last = len(joined) - 1
-        fits = all(
-            len(shape) == last + 2 and shape[:last] == joined[:last] and shape[-1] == shapes[0][-1] for shape in shapes
-        )
-        dim = op.args[1] if len(op.args) > 1 else 0
-        if dim not in (last, -1) or not fits:
-            continue
-        layout = op.result.type.layout
-        heads = sum(shape[last] for shape in shapes), shapes[0][-1]
-        viewed = reshaped(Layout(layout.dims[last:]), heads, sizes)
-        if viewed is None or viewed.doubtful:
-            continue
-        layout = replace(layout, dims=(*layout.dims[:last], *viewed.layout.dims))
         whole = Value(name=unique(f"{op.result.name}_heads", taken), type=replace(op.result.type, layout=layout))
+        joined = op.result.type.layout.local_shape(sizes)
+        heads = tuple(Ref(next(each.refs())) for each in merged)
         instead |= {id(each): () for each in merged}
         instead[id(op)] = (
-            replace(op, args=(tuple(Ref(next(each.refs())) for each in merged), last), results=(whole,)),
+            replace(op, args=(heads, len(layout.dims) - 2), results=(whole,)),
             Op(name="reshape", args=(Ref(whole.name), joined), results=op.results, source=op.source),
         )
     return replace(graph, ops=tuple(step for op in graph.ops for step in instead.get(id(op), (op,))))
+
+
+def _joined_heads(op: Op, parts: Sequence[Op], types: Mapping[str, TensorType], sizes: Sizes) -> Layout | None:
+    """The layout of cat((a, …), 2), where the reshapes `parts` join the heads of a, …; None for other joins."""
+    joined = op.result.type.layout
+    shape = joined.local_shape(sizes)
+    shapes = [types[next(each.refs())].layout.local_shape(sizes) for each in parts]
+    last, size = len(shape) - 1, shapes[0][-1:]
+    dim = op.args[1] if len(op.args) > 1 else 0
+    fits = all(len(each) == last + 2 and each[:last] == shape[:last] and each[-1:] == size for each in shapes)
+    if dim not in (last, -1) or not fits:
+        return None
+    viewed = reshaped(Layout(joined.dims[last:]), (sum(each[last] for each in shapes), *size), sizes)
+    if viewed is None or viewed.doubtful:
+        return None
+    return replace(joined, dims=(*joined.dims[:last], *viewed.layout.dims))
 
 
 def _with_copies(region: Region, changed: frozenset[str]) -> Region:

@@ -181,20 +181,7 @@ class Lift:
         """Write the operations of a whole loop; the last one defines the result of the last write."""
         w, last = self.writer, writes[-1]
         w.source = writes[0].op.source
-        for earlier, later in pairwise(writes):
-            if later.into != earlier.op.result.name:
-                raise NotEqualError
-        masks = tuple(next(self.makers[write.places[0]].refs()) for write in writes)
-        dims = [[self.makers[name].args[1] for name in write.places] for write in writes]
-        same = all(each == dims[0] for each in dims) and len({not write.held for write in writes}) == 1
-        if not same or any(next(self.makers[name].refs()) != mask for write, mask in zip(writes, masks, strict=True)
-                           for name in write.places):  # fmt: skip
-            raise NotEqualError
-        places = [dim for dim in dims[0] if isinstance(dim, int)]
-        distinct, others = self._distinct(), {*range(len(w.shape(masks[0])))}.difference(places)
-        for write, mask in zip(writes, masks, strict=True):
-            if write.sums and not distinct.at_most_once(mask, others):
-                raise NotEqualError
+        masks, places = self._common_places(writes)
         self._select(masks, places)
         rows = self.lifted(tuple(write.rows for write in writes))
         if rows.kind != "rows" or rows.dim != 0:
@@ -225,6 +212,24 @@ class Lift:
             return
         hit = w.reshape(self.chosen, (*self.whole, *(1 for _ in rest)), f"{made.name}_hit")
         w.define("where", (Ref(hit), Ref(spread), Ref(into)), w.shape(into), dtype, made.name)
+
+    def _common_places(self, writes: Sequence[Write]) -> tuple[tuple[str, ...], list[int]]:
+        """The masks of writes that follow each other, and the dimensions of the places, which are those of all."""
+        for earlier, later in pairwise(writes):
+            if later.into != earlier.op.result.name:
+                raise NotEqualError
+        masks = tuple(next(self.makers[write.places[0]].refs()) for write in writes)
+        dims = [[self.makers[name].args[1] for name in write.places] for write in writes]
+        same = all(each == dims[0] for each in dims) and len({not write.held for write in writes}) == 1
+        if not same or any(next(self.makers[name].refs()) != mask for write, mask in zip(writes, masks, strict=True)
+                           for name in write.places):  # fmt: skip
+            raise NotEqualError
+        places = [dim for dim in dims[0] if isinstance(dim, int)]
+        distinct, others = self._distinct(), {*range(len(self.writer.shape(masks[0])))}.difference(places)
+        for write, mask in zip(writes, masks, strict=True):
+            if write.sums and not distinct.at_most_once(mask, others):
+                raise NotEqualError
+        return masks, places
 
     def _order(self, places: Sequence[int]) -> tuple[int, ...]:
         """The dimensions of `whole` in the order of the rows: dimensions that are written to come first."""

@@ -164,13 +164,7 @@ class State:
             for name, value in vars(kind).items():
                 if not name.startswith("__") and not callable(value) and not isinstance(value, property | staticmethod):
                     state._add((f"class {kind.__name__}", name), value, kind)
-        own_modules = {*named.values()}
-        for home in modules:
-            for name, value in vars(home).items():
-                outside = isinstance(value, nn.Module) and value not in own_modules
-                inside = [vars(module) for module in value.modules()] if outside else value
-                if not name.startswith("__") and not _is_code(inside):
-                    state._add((f"module {home.__name__}", name), value, home, inside)
+        state._add_globals({*named.values()})
         for function in (loss, *(vars(kind).get("forward") for kind in classes)):
             free = getattr(getattr(function, "__code__", None), "co_freevars", ())
             for name, cell in zip(free, getattr(function, "__closure__", None) or (), strict=False):
@@ -179,19 +173,34 @@ class State:
         for cache in caches(named.values(), modules):
             if clear_caches:
                 cache.cache_clear()
-            values = copy(cached_values(cache))
-            if _has_tensors(values):
-                function = cache.__wrapped__
-                key = "cache", getattr(function, "__qualname__", str(function))
-                state.values[key], state.owners[key] = values, function
-        state._add(("torch", "default dtype"), str(torch.get_default_dtype()), None)
-        state._add(("torch", "generator"), torch.initial_seed(), None)
-        state._add(("random", "state"), hash(random.getstate()), None)
+            state._add_cache(cache.__wrapped__, copy(cached_values(cache)))
+        state._add_generators()
+        return state
+
+    def _add_globals(self, own_modules: Set[nn.Module]) -> None:
+        """Keep the globals of the user's modules; of modules outside the model, their attributes."""
+        for home in self.modules:
+            for name, value in vars(home).items():
+                outside = isinstance(value, nn.Module) and value not in own_modules
+                inside = [vars(module) for module in value.modules()] if outside else value
+                if not name.startswith("__") and not _is_code(inside):
+                    self._add((f"module {home.__name__}", name), value, home, inside)
+
+    def _add_cache(self, function: Any, values: Any) -> None:
+        """Keep what the cache of a function holds, if it has tensors."""
+        if _has_tensors(values):
+            key = "cache", getattr(function, "__qualname__", str(function))
+            self.values[key], self.owners[key] = values, function
+
+    def _add_generators(self) -> None:
+        """Keep the states of random generators, and the default dtype."""
+        self._add(("torch", "default dtype"), str(torch.get_default_dtype()), None)
+        self._add(("torch", "generator"), torch.initial_seed(), None)
+        self._add(("random", "state"), hash(random.getstate()), None)
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             drawn = numpy.random.get_state()
-            state._add(("numpy.random", "state"), hash((drawn[1].tobytes(), *drawn[2:])), None)
-        return state
+            self._add(("numpy.random", "state"), hash((drawn[1].tobytes(), *drawn[2:])), None)
 
     def _add(self, key: tuple[str, str], value: Any, owner: Any, inside: Any = None) -> None:
         """Keep a value with a comparable copy of it, or of its contents `inside`."""

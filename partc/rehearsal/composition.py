@@ -273,6 +273,19 @@ class _Equal:
         return self.releasing[key, releases]
 
 
+@dataclass(frozen=True, slots=True)
+class _Circumstances:
+    """The circumstances of an action, on which its effect depends.
+
+    `releases` is the number of microbatches whose sent gradients the action releases. `before` is the kind of the
+    computation before it, whose results may be freed when those of the action replace them.
+    """
+
+    key: Key
+    releases: int
+    before: Key
+
+
 @dataclass(frozen=True)
 class _Names:
     """The numbers that replace the names of a rank's stages, calls and values, so that equal ranks compare equal."""
@@ -432,11 +445,11 @@ class Composer:
         names, signature = self._program.derived(_Signatures).at(place)
         equal = self._equal.setdefault(signature, _Equal())
         chosen: set[int] = set()
-        start, keys, releases, before = self._circumstances(place, row, names, equal)
+        start, found = self._circumstances(place, row, names, equal, self._acks)
         opening = _opening(row)
         for _ in range(_ATTEMPTS):
-            unknown = [index for index, key in enumerate(keys) if key not in equal.effects]
-            missing = {(keys[index], before[index]): index + opening for index in reversed(unknown)}
+            unknown = [index for index, each in enumerate(found) if each.key not in equal.effects]
+            missing = {(found[index].key, found[index].before): index + opening for index in reversed(unknown)}
             if equal.doubtful or (start in equal.frames and not missing):
                 break
             more = self._fewest(place, row, names, equal, missing, chosen)
@@ -449,9 +462,9 @@ class Composer:
                 chosen, some = {each.microbatch for each in row if each.microbatch is not None}, row
             acks = self._acks_of(chosen)
             self._learn(self._played(place, some, acks), place, some, acks, names, equal)
-        if equal.doubtful or start not in equal.frames or any(key not in equal.effects for key in keys):
+        if equal.doubtful or start not in equal.frames or any(each.key not in equal.effects for each in found):
             return self._played(place, row, self._acks)
-        effects = zip(row[opening:], map(equal.effect, keys, releases), strict=True)
+        effects = zip(row[opening:], (equal.effect(each.key, each.releases) for each in found), strict=True)
         calls = {stage: tuple(numbers) for stage, numbers in names.calls.items()}
         return Course(equal.frames[start], tuple(effects), calls)
 
@@ -483,8 +496,8 @@ class Composer:
             some = self._restricted(row, found)
             if 2 * len(some) > len(row):
                 return found
-            _, keys, _, before = self._circumstances(place, some, names, equal, self._acks_of(found))
-            shown = {*zip(keys, before, strict=True)}
+            _, played = self._circumstances(place, some, names, equal, self._acks_of(found))
+            shown = {(each.key, each.before) for each in played}
             lacking = [key for key in missing if key not in shown and near[key] < _NEIGHBOURS]
             if not lacking:
                 return found
@@ -507,8 +520,7 @@ class Composer:
                 yield from self._acks.get((source, row[index].microbatch or 0), ())
 
     def _sources(self, stage: int) -> list[int]:
-        found = (each.source for each in self._program.transfers if each.target == stage)
-        return sorted({source for source in found if self._program.place(source) != self._program.place(stage)})
+        return sorted({each.source for each in self._program.sent if each.target == stage})
 
     def _restricted(self, row: Sequence[Action], microbatches: set[int]) -> tuple[Action, ...]:
         """The row's actions on some microbatches, with the gathers ahead between them."""
@@ -520,31 +532,24 @@ class Composer:
         return tuple(gathering_ahead(self._program, row, left))
 
     def _circumstances(
-        self, place: int, row: Sequence[Action], names: _Names, equal: _Equal, acks: Acks | None = None
-    ) -> tuple[Key, list[Key], list[int], list[Key]]:
-        """The circumstances in which the row begins; for each action its circumstances, its releases, and the kind of
-        the computation before it, whose results may be freed when those of the action replace them.
-        """
-        execution = Execution(self._program, place, tuple(row))
-        (start, _, _), *found = self._keys(execution, names, equal, self._acks if acks is None else acks)
-        return start, [key for key, _, _ in found], [count for _, count, _ in found], [before for _, _, before in found]
-
-    def _keys(self, execution: Execution, names: _Names, equal: _Equal, acks: Acks) -> Iterator[tuple[Key, int, Key]]:
-        row = execution.row
+        self, place: int, row: Sequence[Action], names: _Names, equal: _Equal, acks: Acks
+    ) -> tuple[Key, list[_Circumstances]]:
+        """The circumstances in which the row begins, and those of each action after its opening."""
         opening = _opening(row)
         start: list[Key] = []
+        found: list[_Circumstances] = []
         done = 0
         histories: dict[int, int] = {}
         seen: Counter[tuple[int, str]] = Counter()
         sources = {stage: self._sources(stage) for stage in names.stages}
         final = {action.stage: index for index, action in enumerate(row) if action.kind in ("B", "W")}
         previous: Key = ()
-        for action, steps in execution.step():
+        for action, steps in Execution(self._program, place, tuple(row)).step():
+            if action == "end":
+                continue
             if not isinstance(action, Action) or done < opening:
                 start.append(names.steps(steps))
                 done += isinstance(action, Action)
-                if action == "refresh":
-                    yield ("start", *start), 1, ()
                 continue
             stage, kind = names.stages[action.stage], action.kind
             history, count = -1, 1
@@ -561,15 +566,17 @@ class Composer:
             earlier = min(seen[stage, kind], _UNLIKE)
             seen[stage, kind] += 1
             last = final.get(action.stage) == done
-            yield (stage, kind, history, released, earlier, last, names.steps(steps)), count, previous
+            key = stage, kind, history, released, earlier, last, names.steps(steps)
+            found.append(_Circumstances(key, count, previous))
             if kind in ("F", "B", "I", "W"):
                 previous = stage, kind
             done += 1
+        return tuple(start), found
 
     def _learn(
         self, ledger: Ledger, place: int, row: Sequence[Action], acks: Acks, names: _Names, equal: _Equal
     ) -> None:
-        start, keys, releases, _ = self._circumstances(place, row, names, equal, acks)
+        start, found = self._circumstances(place, row, names, equal, acks)
         actions = row[_opening(row) :]
         parts = _parts(ledger)
         calls: list[Mapping[str, int]] = [{}] * len(ledger.actions)
@@ -585,9 +592,9 @@ class Composer:
         frame = Frame(base, named[:begin], named[begin + len(actions) : drained], +left, named[drained + 1 :])
         equal.doubtful |= any(sign != "-" for sign, *_ in effects[drained].entries) or min(left.values(), default=0) < 0
         equal.doubtful |= equal.frames.setdefault(start, frame) != frame
-        for key, effect, count in zip(keys, effects[begin : begin + len(actions)], releases, strict=True):
-            one = effect.releasing(count, 1)
-            equal.doubtful |= one is None or equal.effects.setdefault(key, one) != one
+        for each, effect in zip(found, effects[begin : begin + len(actions)], strict=True):
+            one = effect.releasing(each.releases, 1)
+            equal.doubtful |= one is None or equal.effects.setdefault(each.key, one) != one
 
 
 def _opening(row: Sequence[Action]) -> int:

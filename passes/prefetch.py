@@ -47,7 +47,7 @@ _Statements = Sequence[ActionStatement]
 def prefetch(program: Program, *, late: frozenset[str] = frozenset()) -> Program:
     """Move starts and waits apart. The gathers of actions named in `late` (0B) do not start ahead."""
     depth = program.derived(Exchanges).levels
-    bodies = {body.name: body for body in program.bodies}
+    bodies = {**program.named_bodies}
     stages = [stage for stage in range(program.stages) if fuel.may_rewrite("prefetch", f"stage {stage}")]
     for stage in stages:
         computing = [body for kind in ("F", "B", "I", "W") if (body := bodies.get(f"{stage}{kind}")) is not None]
@@ -63,7 +63,7 @@ def prefetch(program: Program, *, late: frozenset[str] = frozenset()) -> Program
         if most:
             old = bodies.get(f"{stage}REDUCE_GRAD", Body(kind="REDUCE_GRAD", index=stage, statements=()))
             bodies[old.name] = replace(old, statements=(*_remaining_waits(depth, most), *old.statements))
-    known = {name: body for name, body in bodies.items() if body.index in stages and body.kind != "END"}
+    known = {name: body for name, body in bodies.items() if body.index in stages}
     schedule = tuple(tuple(_with_gathers_ahead(row, known, late, depth)) for row in program.schedule)
     return replace(program, bodies=tuple(bodies.values()), schedule=schedule)
 
@@ -178,7 +178,7 @@ def _before_use(statements: _Statements, refreshed: _Exchanges) -> Iterator[Acti
 
 
 def _with_gathers_ahead(
-    row: Sequence[Action], bodies: dict[str, Body], late: frozenset[str], depth: int
+    row: Sequence[Action], bodies: Mapping[str, Body], late: frozenset[str], depth: int
 ) -> Iterator[Action]:
     """A row of the schedule in which each action names the later actions whose gathers it starts.
 
@@ -218,7 +218,7 @@ def gathering_ahead(program: Program, row: Sequence[Action], some: Sequence[Acti
     if not any(action.ahead for action in row):
         yield from some
         return
-    bodies = {body.name: body for body in program.bodies if body.kind != "END"}
+    bodies = program.named_bodies
     gathering = {name for name in {*map(_name, row)} if name in bodies and gathers(bodies[name].statements)}
     reads = [action for action in row if _name(action) in gathering]
     late = frozenset(_name(action) for action in reads[:-1] if not action.ahead)

@@ -6,9 +6,8 @@ module. All ranks at a pipeline coordinate run the same statements, so one rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from partc.communication.exchanges import Exchanges
 from partc.communication.statement_proof import Key, StatementProof
@@ -53,16 +52,10 @@ class _UnderWay:
 
 @dataclass(frozen=True)
 class _Shared:
-    """Facts that all executions of a program share. Equal actions in equal states have equal steps, which are
-    cached.
-    """
+    """The steps of actions that all executions of a program share: equal actions in equal states have equal steps."""
 
     program: Program
     steps: dict[Key, tuple[tuple[StatementRun, ...], _UnderWay]] = field(default_factory=dict)
-
-    @cached_property
-    def bodies(self) -> Mapping[str, Body]:
-        return {body.name: body for body in self.program.bodies}
 
 
 class Execution:
@@ -82,10 +75,10 @@ class Execution:
         self.exchanges = program.derived(Exchanges)
         self._proof = StatementProof(self.exchanges, place) if proving else None
         self.stages = program.stages_at(place)
-        shared = program.derived(_Shared)
-        self._bodies = shared.bodies
+        self._bodies = program.named_bodies
         # A proof checks every step of its coordinate itself; what it finds serves all other executions.
-        self._steps, self._known = ({} if proving else shared.steps), shared.steps
+        self._known = program.derived(_Shared).steps
+        self._steps = {} if proving else self._known
 
     def before_first_step(self) -> Iterator[tuple[str, tuple[StatementRun, ...]]]:
         """The actions before the first step."""

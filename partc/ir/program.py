@@ -824,11 +824,13 @@ class Program:
 
     def body(self, kind: BodyKind, index: int) -> tuple[ActionStatement, ...]:
         """The statements of an action; none where it has no body."""
-        return self._bodies.get((kind, index), ())
+        body = self.named_bodies.get(f"{index}{kind}")
+        return () if body is None else body.statements
 
     @cached_property
-    def _bodies(self) -> Mapping[tuple[BodyKind, int], tuple[ActionStatement, ...]]:
-        return {(body.kind, body.index): body.statements for body in reversed(self.bodies)}
+    def named_bodies(self) -> Mapping[str, Body]:
+        """The bodies by name (`0F`)."""
+        return {body.name: body for body in self.bodies}
 
     def bucket(self, name: str) -> Bucket:
         return self._buckets[name]

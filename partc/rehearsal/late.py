@@ -64,7 +64,7 @@ def _peaks_before(program: Program, place: int, step: Course | Ledger) -> bool:
     """
     at = step.rank(place, program.stages_at(place), 0).at
     kind = re.match(r"[0-9]+[FBIW]", at.action)
-    body = next((body for body in program.bodies if kind and body.name == kind[0]), None)
+    body = program.named_bodies.get(kind[0]) if kind else None
     if body is None or not gathers(body.statements):
         return False
     starts = [index for index, each in enumerate(body.statements) if each.ahead]

@@ -128,7 +128,7 @@ class Lowering:
                 return Found(STREAMS[op.name], computed_in(op.result.type.dtype), over=over)
             case "composite" if op.name == "cross_entropy_backward":
                 return self._logits_gradient(op, index, guards)
-        raise InternalError(f"no kernel does {op.name}")
+        raise InternalError(f"no kernel computes {op.name}")
 
     def _computed(self, op: Op, index: Index, guards: Guards) -> Found:
         text = kernels.triton_expression(op)

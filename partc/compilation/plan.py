@@ -169,7 +169,7 @@ class ParallelPlan:
             if getattr(self, name) not in emitted:
                 help = f'partc simulate predicts such a program; leave "{name}" out to compile'
                 value = json.dumps(getattr(self, name))
-                raise PartcError("P0804", f"the plan has {name}: {value}, and no package does this", help=help)
+                raise PartcError("P0804", f"the plan has {name}: {value}, which no package has", help=help)
 
     @property
     def emitted(self) -> ParallelPlan:
@@ -372,7 +372,7 @@ def check_unplanned(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value not in (None, "", ()):  # 0 was given
             flag = f"--{name.replace('_', '-')}"
-            raise PartcError("P0816", f"{flag} is for --mesh auto", help="give --mesh auto, or leave it out")
+            raise PartcError("P0816", f"{flag} is for --mesh auto", help=f"give --mesh auto, or leave {flag} out")
 
 
 def _unreadable(place: str, error: Exception) -> PartcError:

@@ -30,7 +30,7 @@ class ByTensor(Generic[Fact]):
         return held is not None and held[0]() is x
 
     def __bool__(self) -> bool:
-        """Whether any tensor has had a fact."""
+        """Whether a fact has been set and not popped; its tensor may be gone."""
         return bool(self._held)
 
     def pop(self, x: Tensor) -> None:

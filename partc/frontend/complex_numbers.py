@@ -541,7 +541,7 @@ def _short_time_inverse(
     end = size - start if length is None else min(start + length, size)
 
     def overlapped(values: Tensor) -> Tensor:
-        """The sums of [..., window, n_fft], cut to the result's places."""
+        """The sums of overlapping windows [..., window, n_fft] at each place of the result."""
         columns = values.reshape(-1, count, n_fft).transpose(1, 2)
         sums = torch.nn.functional.fold(columns, (1, size), (1, n_fft), stride=(1, hop))
         return _span(sums.reshape(*values.shape[:-2], size), -1, start, end)

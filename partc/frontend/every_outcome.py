@@ -253,8 +253,8 @@ def _with_trained(program: Program, own_names: Container[str]) -> Program:
 
 
 def _skipped(program: Program, others: Sequence[Program], source: Source | None) -> Iterator[str]:
-    """A warning about trained parameters that some outcomes of branches do not read, and whose reads are not
-    counted.
+    """A warning about trained parameters that some outcomes of branches do not read, if a step does not count the
+    reads.
     """
     always: set[str] = set.intersection(*map(_read_parameters, others))
     sometimes = _read_parameters(program) - always - {name for name, _ in program.reached}

@@ -142,7 +142,7 @@ class Unfolding:
 
     @cached_property
     def places(self) -> Mapping[int, int]:
-        """The units of operations, by the operations' ids: second (1), third (2), last (-1)."""
+        """For each operation, by its id: the unit that contains it, the second (1), third (2) or last one (-1)."""
         units = {1: self._before, 2: self._like, -1: self._last}
         return {id(op): place for place, unit in units.items() for op in unit.ops.values()}
 
@@ -162,7 +162,7 @@ class Unfolding:
         return max(self._like.draws, default=-1)
 
     def moved(self, name: str, paths: Sequence[str]) -> str:
-        """The name that corresponds, in the unit with these paths, to a module or weight of the third unit."""
+        """The name, in the unit with these paths, of the counterpart of a module or weight of the third unit."""
         return self._like.moved(name, paths)
 
     def run(self) -> Program:

@@ -122,7 +122,7 @@ def _gradients(names: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _moments(x: Tensor) -> tuple[str, str]:
-    """Two sums over a tensor, by which a change is seen; as text, so that NaN equals itself."""
+    """Two sums that show whether a tensor has changed. They are text, so that NaN equals itself."""
     wide = as_real(x.detach()).double()
     return repr(wide.sum().item()), repr(wide.square().sum().item())
 

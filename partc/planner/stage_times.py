@@ -269,8 +269,8 @@ class TimedStages:
         return _longest([each.forward for each in self.durations], hops)
 
     def scheduled(self) -> float:
-        """The least seconds of the step, with computations in the order of the schedule. Values that skip stages arrive
-        at once.
+        """A lower bound of the step's seconds: computations run in the order of the schedule, and values that skip
+        stages arrive at once.
         """
         passed = [self.passed(place) for place in range(self.stages.ranks)]
         each = [{kind: known.of(kind) for kind in "FBIW"} for known in self.durations]

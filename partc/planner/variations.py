@@ -95,7 +95,7 @@ def variations(planner: Planner, choice: PlanChoice, seconds: float | None) -> t
 
 
 def price(planner: Planner, choice: PlanChoice) -> Variation:
-    """The price of memory: the best plan with 10% more memory than the choice had."""
+    """The best plan with 10% more memory than the choice had, which shows the price of memory."""
     return next(_searched_variations(planner, [*_looser(planner, choice)], planner.request.max_seconds))
 
 

@@ -229,7 +229,7 @@ class Linker:
         return link
 
     def _call(self, link: _Link, args: Iterable[str], draws: int = 0) -> tuple[str, ...]:
-        """Add a call, numbered behind `draws` random operations of left-out units; returns the names of its results."""
+        """Add a call, whose random operations follow `draws` ones of left-out units; returns its results' names."""
         bare = link.key.startswith(".")
         name = unique(link.region.name + link.key if bare else link.key or link.region.name, self.call_names)
         results = tuple(map(self._value_name, link.outputs, link.region.forward.outputs))

@@ -249,7 +249,7 @@ class Exchange(Writing):
 
 
 def in_one_piece(ops: Sequence[Op], writing: Writing) -> tuple[Op, ...]:
-    """The operations, in which a concatenation of all tables' vectors in order becomes a view."""
+    """The operations, with a view in place of a concatenation of all tables' vectors in order."""
     makers = {value.name: op for op in ops for value in op.results}
     found: list[Op] = []
     for op in ops:

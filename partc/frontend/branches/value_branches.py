@@ -327,7 +327,7 @@ class ValueWatch(TorchFunctionMode):
         return self._branch(before.ne(0) if counts else before, negated, object())
 
     def _value_read(self, call: TorchCall, _: FrameType) -> Any:
-        """The number that a call reads from a tensor, if it is known, assumed or a count; NotImplemented of calls that
+        """The number that a call reads from a tensor, if it is known, assumed or a count; NotImplemented for calls that
         read none.
         """
         name, args = call.name, call.args

@@ -162,7 +162,7 @@ def check_members(modules: Mapping[str, nn.Module]) -> None:
         if not encodable(name):
             raise PartcError(
                 "P0205",
-                f"model() has a part of the name {name!a}, which UTF-8 cannot encode",
+                f"model() has a part named {name!a}, which UTF-8 cannot encode",
                 help="give it another name",
             )
 

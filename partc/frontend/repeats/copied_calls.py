@@ -433,7 +433,7 @@ class CopiedCalls:
         raise UncopiedError
 
     def check(self) -> None:
-        """Raise UncopiedError if it has been raised before. No calls follow."""
+        """End the copying of calls. Raises UncopiedError if `refuse` has raised it before."""
         self._frame = None
         if self._refused:
             raise UncopiedError

@@ -47,7 +47,7 @@ class EqualGroups:
         return made
 
     def read(self, x: Tensor, index: Any) -> Any:
-        """x[:, number, …] of grouped rows, which counts from the end if it is negative; NotImplemented for others."""
+        """x[:, number, …] of grouped rows; a negative number counts from the end. NotImplemented for other tensors."""
         mask = self._groups.get(x)
         if mask is None:
             return NotImplemented

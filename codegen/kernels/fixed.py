@@ -29,8 +29,7 @@ LOGITS_TRIED = (
 class FixedKernels:
     """A module of kernels that does not depend on the model.
 
-    `block` is the number of elements per program; `alone`: the module has a single function with its name; `trial` is
-    the number of elements for timing.
+    `block` is the number of elements per program; `alone`: the module has a single function with its name.
     """
 
     name: str
@@ -40,7 +39,6 @@ class FixedKernels:
     interpreted: int = INTERPRETED
     warps: int = 4
     alone: bool = True
-    trial: int = TRIAL
 
     # Of AdamW.
     betas = BETAS
@@ -88,8 +86,8 @@ class FixedKernels:
     @property
     def scratch(self) -> list[str]:
         """The operands for timing candidates, as source."""
-        flat, none = f"scratch(({self.trial},), torch.float32, device)", "torch.ones((), device=device)"
-        rows = f"scratch((4, {self.trial // 4}), torch.float32, device)"
+        flat, none = f"scratch(({TRIAL},), torch.float32, device)", "torch.ones((), device=device)"
+        rows = f"scratch((4, {TRIAL // 4}), torch.float32, device)"
         return {
             "adamw": [flat, flat, flat, f"{flat}.abs()", none, "torch.ones((1, 3), device=device)"],
             "sgd": [flat, flat, none, "torch.ones((1, 2), device=device)"],

@@ -25,6 +25,7 @@ _ELEMENTS = (1 << 14, 1 << 17, 1 << 20)  # of exponential functions
 _VECTORS = (1 << 17, 1 << 20, 1 << 23)  # elements of an addition
 _COLD = 1 << 26  # bytes of operands in a cycle
 _MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)  # bytes
+_GROUPS, _GROUP = 9, 0.02  # groups of runs of one operation, and the least seconds of a group
 _ENOUGH = 0.5  # seconds of an exchange, after which no larger one is measured
 _SEVERAL, _FEW = 9, 5  # exchanges of one size, if they are quick, and if they are slow
 _ROW = 4  # exchanges with several processes in a row
@@ -77,14 +78,14 @@ class Meeting:
     both: float
 
 
-def typical(run: Callable[[], object], *, times: int = 9, least: float = 0.02) -> float:
+def typical(run: Callable[[], object]) -> float:
     """The seconds of one run: the median of several groups of runs, as steps run in slow moments of the machine too."""
     run()
     start = time.perf_counter()
     run()
-    count = max(1, int(least / max(1e-9, time.perf_counter() - start)))
+    count = max(1, int(_GROUP / max(1e-9, time.perf_counter() - start)))
     found = []
-    for _ in range(times):
+    for _ in range(_GROUPS):
         start = time.perf_counter()
         for _ in range(count):
             run()

@@ -237,13 +237,13 @@ def _transpose(like: Tensor, x: Pair, a: int, b: int) -> Pair:
     return Pair(x.parts.transpose(_dim(x, a), _dim(x, b)) if x.rank > 1 else x.parts)
 
 
-def _on_dimension(call: Callable[..., Any], position: int = 0, default: int = 0) -> Rewrite:
+def _on_dimension(call: Callable[..., Any], position: int = 0) -> Rewrite:
     """An operation along one dimension, whose number is this argument after the tensor."""
 
     def rewrite(like: Any, x: Pair, *args: Any, dim: int | None = None, **kwargs: Any) -> Rewritten:
         given = [*args]
         if dim is not None or len(given) <= position:
-            given.insert(position, default if dim is None else dim)
+            given.insert(position, 0 if dim is None else dim)
         given[position] = _dim(x, given[position])
         found = call(x.parts, *given, **kwargs)
         return [Pair(part) for part in found] if isinstance(found, tuple | list) else Pair(found)

@@ -69,14 +69,12 @@ _ROWS = 5  # the rows of a sum that suffice to show its peak memory
 MOST_COUNTED = 64  # the most ranks at a place that are examined one by one
 
 
-def rehearse(
-    program: Program, *, optimizer: str = DEFAULT, groups: Sequence[str] = (), modules: Modules | None = None
-) -> Account:
-    """The account of a scheduled program, in a step after the first. `modules` are its emitted modules, if known.
+def rehearse(program: Program, *, optimizer: str = DEFAULT, groups: Sequence[str] = ()) -> Account:
+    """The account of a scheduled program, in a step after the first.
 
     `optimizer` and `groups` are values of train.py's options.
     """
-    return rehearsed(program, optimizer=optimizer, groups=groups, modules=modules)[0]
+    return rehearsed(program, optimizer=optimizer, groups=groups)[0]
 
 
 def with_evaluation(account: Account, courses: Sequence[Course | Ledger], evaluation: Program) -> Account:

@@ -157,22 +157,9 @@ class Mesh:
         The ranks that an axis gives are neighbours along it: `ep=4@dp` of dp=8 is dp=2,ep=4, and `ep=2@tp` of tp=4 is
         tp=2,tp_ep=2. `ep,cp` names whole axes. Raises PartcError P0106.
         """
-        axis = "[a-z_0-9]+(?:=[0-9]{1,7})?"
-        match = re.fullmatch(rf"(?:ep=([0-9]{{1,7}})@)?({axis}(?:,{axis})*)", spec.strip())
-        if not match or (match[1] is None and "=" in match[2]):
-            raise _experts(spec, "does not parse", "write the number of ranks and their axes: ep=4@dp, ep=4@dp=2,tp=2")
-        taken = {name: int(size or 0) for name, _, size in (part.partition("=") for part in match[2].split(","))}
-        possible = ", ".join(name for name in self.names if name != PIPELINE_AXIS) or "none"
-        for name in taken:
-            if name not in self.names or name == PIPELINE_AXIS:
-                raise _experts(spec, f"takes ranks of {name!r}, which does not cut rows", f"{self} has {possible}")
-        if len(taken) < match[2].count(",") + 1:
-            raise _experts(spec, "names an axis twice", f"{self} has {possible}, each to be named once")
-        if match[1] is None:
+        ways, taken = self._given_to_experts(spec)
+        if ways is None:
             return self, tuple(name for name in self.names if name in taken and self.axis(name) > 1)
-        ways = int(match[1])
-        if EXPERT_AXIS in self.names:
-            raise _experts(spec, f"comes on top of ep={self.axis(EXPERT_AXIS)} in the mesh", "leave one of them out")
         left = ways // max(1, math.prod(filter(None, taken.values())))
         for name in (name for name in reversed(self.names) if taken.get(name) == 0):
             taken[name] = math.gcd(left, self.axis(name))
@@ -184,13 +171,33 @@ class Mesh:
         over: list[str] = []
         for name, size in self.axes:
             part = taken.get(name, 1)
-            whole = part == size and not is_batch_axis(name)
-            piece = name if whole else f"{name}_{EXPERT_AXIS}"
-            if is_batch_axis(name) and part > 1 and EXPERT_AXIS not in over:
-                piece = EXPERT_AXIS
-            axes += [(name, size)] if part == 1 or whole else [(name, size // part), (piece, part)]
-            over += [piece] * (part > 1)
+            if part == 1:
+                axes.append((name, size))
+            elif part == size and not is_batch_axis(name):
+                axes.append((name, size))
+                over.append(name)
+            else:
+                piece = EXPERT_AXIS if is_batch_axis(name) and EXPERT_AXIS not in over else f"{name}_{EXPERT_AXIS}"
+                axes += [(name, size // part), (piece, part)]
+                over.append(piece)
         return Mesh._checked(tuple(axes), spec), tuple(over)
+
+    def _given_to_experts(self, spec: str) -> tuple[int | None, dict[str, int]]:
+        """The ranks that cut experts, and how many each axis gives: 0 for any number. None for whole axes."""
+        axis = "[a-z_0-9]+(?:=[0-9]{1,7})?"
+        match = re.fullmatch(rf"(?:ep=([0-9]{{1,7}})@)?({axis}(?:,{axis})*)", spec.strip())
+        if not match or (match[1] is None and "=" in match[2]):
+            raise _experts(spec, "does not parse", "write the number of ranks and their axes: ep=4@dp, ep=4@dp=2,tp=2")
+        taken = {name: int(size or 0) for name, _, size in (part.partition("=") for part in match[2].split(","))}
+        possible = ", ".join(name for name in self.names if name != PIPELINE_AXIS) or "none"
+        for name in taken:
+            if name not in self.names or name == PIPELINE_AXIS:
+                raise _experts(spec, f"takes ranks of {name!r}, which does not cut rows", f"{self} has {possible}")
+        if len(taken) < match[2].count(",") + 1:
+            raise _experts(spec, "names an axis twice", f"{self} has {possible}, each to be named once")
+        if match[1] is not None and EXPERT_AXIS in self.names:
+            raise _experts(spec, f"comes on top of ep={self.axis(EXPERT_AXIS)} in the mesh", "leave one of them out")
+        return int(match[1]) if match[1] is not None else None, taken
 
     def with_span(self, ranks: int) -> tuple[Mesh, tuple[str, ...]]:
         """The mesh with an axis for `ranks` neighbours of the batch's axes, and the axes that ZeRO then shards over.

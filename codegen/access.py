@@ -248,7 +248,7 @@ class _RunWriter:
             return []
         backwards = kind in ("B", "I")
         lists = [(name, self.units.several(items)) for items, name in self.variables.items()]
-        lists += [(variable, listed_names(names)) for names, variable in self.names.items()]
+        lists += [(variable, name_tuple(names)) for names, variable in self.names.items()]
         params, gradients = self.facts.attribute(self.run), self.facts.attribute(self.run, "grad ")
         tables = {"p": params, "g": gradients, "number": _counting(self.run)}
         taken = [name for name in ("p", "g", "number") if name in function.passes and not (name == "p" and parted)]
@@ -384,7 +384,7 @@ def _called(run: Run) -> Iterator[str]:
     return (call.name for call in run.calls)
 
 
-def listed_names(names: Sequence[str]) -> str:
+def name_tuple(names: Sequence[str]) -> str:
     """An expression for several names, in order; consecutively numbered names become a comprehension."""
     parts: list[str] = []
     for first, last in ranges(names):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -111,9 +111,3 @@ def location(region: Region) -> str:
     file = max({source.file for source in sources}, key=[source.file for source in sources].count)
     first = min(source.line for source in sources if source.file == file)
     return f" ({file.rpartition('/')[2]}:{first})"
-
-
-def listed_names(items: Iterable[str]) -> str:
-    """`a, b and c`, each once."""
-    words = list(dict.fromkeys(items))
-    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from partc.codegen.calls import listed_names, location, runs
+from partc.codegen.calls import location, runs
 from partc.codegen.functions import region_code
 from partc.codegen.names import region_names
 from partc.codegen.source import RegionCode
 from partc.communication.exchanges import Exchanges
 from partc.ir.gradients import input_only
+from partc.ir.naming import listed
 from partc.ir.program import Call, Phase, Program, Region
 from partc.rules.strides import dense
 
@@ -33,7 +34,7 @@ def region_codes(program: Program) -> dict[str, RegionCode]:
     for name in names:
         region, here = program.region(name), program.calls_to(name)
         title = _PHASES[region.phase] if here[0].name in pure else _UNWEIGHTED
-        title = listed_names(titles[name]) if region.params else title
+        title = listed(titles[name]) if region.params else title
         codes[name] = region_code(
             region,
             program.sizes,

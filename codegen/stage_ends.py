@@ -10,7 +10,7 @@ from partc.codegen.access import (
     AHEAD,
     SCATTERS,
     indented,
-    listed_names,
+    name_tuple,
     opening_units,
     refresh_lines,
     said_of,
@@ -69,7 +69,7 @@ class StageEnds:
             each_turn, turns = (item.statements, len(item.slots[0])) if isinstance(item, Loop) else ((item,), 1)
             end = at + turns * len(each_turn)
             if isinstance(item, Loop) and len(item.slots) == 1 and len(set(item.slots[0])) == turns:
-                yield Line(code=f"for name in {listed_names([str(name) for name in item.slots[0]])}:")
+                yield Line(code=f"for name in {name_tuple([str(name) for name in item.slots[0]])}:")
                 for offset, each in enumerate(each_turn):
                     notes = said_of(self.facts, statements[at + offset : end : len(each_turn)])
                     yield Line(code=f"self.sums[name].{each.verb}()", notes=notes, indent="    ")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from partc.codegen.calls import listed_names
 from partc.codegen.source import Line, RegionCode, imported
 from partc.codegen.stage_ends import StageEnds
 from partc.codegen.stage_facts import StageFacts
@@ -13,6 +12,7 @@ from partc.codegen.steps import BackwardWriter, ForwardWriter
 from partc.codegen.weights import Entry, Repeated, Weights, strings
 from partc.communication.exchanges import Exchanges
 from partc.ir.mesh import TIME_AXIS
+from partc.ir.naming import listed
 from partc.ir.program import Phase
 from partc.quoting import literal
 
@@ -74,8 +74,8 @@ def stage_code(exchanges: Exchanges, index: int, regions: Mapping[str, RegionCod
     uses |= {*(["Received"] if facts.received else []), *(["Returned"] if results else [])}
     return StageCode(
         index=index,
-        title=listed_names(run.title for run in facts.runs["microbatch"] if run.region.params)
-        or listed_names(run.prefix for run in facts.runs["microbatch"]),
+        title=listed(run.title for run in facts.runs["microbatch"] if run.region.params)
+        or listed(run.prefix for run in facts.runs["microbatch"]),
         regions=tuple(
             imported(f"{prefix}regions.{code.module}", code.imported)
             for code in sorted(facts.codes.values(), key=lambda code: code.module)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from partc.communication.execution import StatementRun
 from partc.ir.collectives import COLLECTIVES, collectives_of, received
 from partc.ir.layout import Partial, Sizes
+from partc.ir.naming import listed
 from partc.ir.operations import VIEWS
 from partc.ir.printer import readable
 from partc.ir.program import Collective, Graph, Op, Program, TensorType
@@ -47,8 +48,8 @@ def comment(
 def reason(op: Op, graph: Graph, types: Mapping[str, TensorType], label: Callable[[Op], str]) -> str:
     """The reason for a collective: the operations that make parts of a sum, or those that read the result."""
     attrs, read = dict(op.attrs), _readers(op.result.name, graph)
-    makers = _listed(label(maker) for maker in _makers(next(op.refs()), str(attrs["axis"]), graph, types))
-    readers = _listed(map(label, read))
+    makers = listed(label(maker) for maker in _makers(next(op.refs()), str(attrs["axis"]), graph, types))
+    readers = listed(map(label, read))
     result, partial = readers or "the result", f"each rank has a part of the sum in {makers or 'this value'}"
     needs = f"{result} {'need' if ' and ' in readers else 'needs'} all of dim"
     match op.name:
@@ -77,7 +78,7 @@ def moved(collectives: Iterable[Collective], sizes: Sizes) -> str:
     for each in collectives:
         key = NAMES[each.op], f"{coded(each)}over {each.group}"
         found[key] = found.get(key, 0) + received(each, sizes)
-    return _listed(f"{name} {readable(size)} {over}" for (name, over), size in found.items())
+    return listed(f"{name} {readable(size)} {over}" for (name, over), size in found.items())
 
 
 def coded(collective: Collective) -> str:
@@ -123,14 +124,6 @@ def _readers(name: str, graph: Graph) -> list[Op]:
 def _in_order(found: Mapping[int, Op], graph: Graph) -> list[Op]:
     """Operations of a graph, by identity, in its order."""
     return [op for op in graph.ops if id(op) in found] if len(found) > 1 else [*found.values()]
-
-
-def _listed(words: Iterable[str]) -> str:
-    """`a`, `a and b`, `a, b and c`, each word once."""
-    unique = list(dict.fromkeys(word for word in words if word))
-    if len(unique) < 2:
-        return "".join(unique)
-    return f"{', '.join(unique[:-1])} and {unique[-1]}"
 
 
 def purpose(program: Program, step: StatementRun) -> str:

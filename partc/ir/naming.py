@@ -1,8 +1,9 @@
-"""Names: of gradients, unique ones, paths of modules."""
+"""Names: of gradients, unique ones, paths of modules, and lists of them in sentences."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 
 _NUMBERS = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # whole parts of a path
@@ -10,8 +11,6 @@ _NUMBERS = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # whole parts of a path
 WHOLE = "_whole"  # the value in its shape before a view joined dimensions
 PRODUCT = "_product"  # the product of a linear operation, before its bias is added
 EXTENDED, ZIGZAG, COUNTED = "_extended", "_zigzag", "_counted"  # sequences that are padded or reordered
-
-
 _GRADIENT = "grad_"  # prefix of the gradients' names
 
 
@@ -62,3 +61,9 @@ def unique(stem: str, taken: set[str]) -> str:
         name = f"{stem}_{count}"
     taken.add(name)
     return name
+
+
+def listed(words: Iterable[str]) -> str:
+    """`a`, `a and b`, `a, b and c`, each word once; empty words are left out."""
+    unique = list(dict.fromkeys(filter(None, words)))
+    return f"{', '.join(unique[:-1])} and {unique[-1]}" if len(unique) > 1 else "".join(unique)

@@ -131,3 +131,16 @@ def test_two_sources_in_different_orders_are_an_error_of_the_table(tmp_path: Pat
         partc.compile(CROSSING, mesh="pp=3", microbatches=2, schedule=str(path))
     assert failure.value.code == "P0411"
     assert failure.value.cause == "stage 2 reads from stages 0 and 1, whose orders of microbatches differ"
+
+
+def test_backward_passes_of_a_stage_are_all_whole_or_all_in_halves() -> None:
+    """Also if no gradients of weights are left for the second halves, and the schedule runs both kinds."""
+    program = compiled("pp=3", 2, "gpipe")
+    whole = replace(program, regions=tuple(replace(region, weight=None) for region in program.regions))
+    orders = ("F0 F1 B0 I1 W1", "F0 F1 B0 B1", "F0 F1 I0 W0 B1")
+    rows = tuple(
+        tuple(Compute(stage, word[0], int(word[1])) for word in order.split())  # type: ignore[arg-type]
+        for stage, order in enumerate(orders)
+    )
+    found = schedule(whole, table=Table(file="mixed.csv", text="", rows=rows, places=(0, 1, 2)))
+    assert [found.kinds(stage) & {"B", "I", "W"} for stage in range(3)] == [{"I", "W"}, {"B"}, {"I", "W"}]

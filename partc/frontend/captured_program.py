@@ -54,35 +54,17 @@ def program_of(
     used = {value: name for name, value in reader.states.items()}
     inputs = tuple(captured.batch)
     made = {value.name: value for op in graph.ops for value in op.results}
-    if not captured.results:
-        _check_loss(graph, made[graph.outputs[0]])
+    _check_results(captured, graph, made)
     taken = {*inputs, *(name for item in parameters for name in (item.name, *item.aliases))}
     stems = [identifier(path) if path else "result" for path in captured.results] or ["loss"]
     named = {output: unique(stem, taken) for output, stem in reversed([*zip(graph.outputs, stems, strict=True)])}
     results = tuple((path, named[output]) for path, output in zip(captured.results, graph.outputs, strict=False))
-    for path, output in zip(captured.results, graph.outputs, strict=False):
-        if output not in made:
-            raise PartcError(
-                "P0208",
-                f"the result {path or 'of the function'} is an entry of the batch or a parameter, unchanged",
-                help="leave it out of the results, which are computed values",
-            )
     graph = replace(graph, outputs=tuple(dict.fromkeys(graph.outputs)))
     values = tuple(Value(name=named[output], type=made[output].type) for output in graph.outputs)
     if batches.separate:
         graph = _shared(graph, made, batches.microbatches)
     region = Region(name=MAIN, params=tuple(reader.params), forward=graph)
-    entries = {name: value.name for name, value in zip(inputs, graph.inputs, strict=True)}
-    shared = {
-        values[name]: f"the {kind} {name}, which has memory in common with {other}"
-        for kind, values, pairs in (
-            ("buffer", reader.states, captured.pairs),
-            ("batch's entry", entries, captured.entry_pairs),
-        )
-        for name, other in pairs.items()
-        if name in values
-    }
-    check_changes(graph, region.types(graph), shared)
+    check_changes(graph, region.types(graph), _sharing_memory(captured, graph, reader.states))
     call = Call(
         name=MAIN,
         region=MAIN,
@@ -116,6 +98,31 @@ def program_of(
     except UnlikeError as error:
         raise UnequalError(container_of(error.repetition)) from None
     return program, tuple(reader.branches)
+
+
+def _sharing_memory(captured: Captured, graph: Graph, buffers: Mapping[str, str]) -> dict[str, str]:
+    """For each buffer (name -> value) and batch entry that shares memory with another one: its value, described."""
+    entries = {name: value.name for name, value in zip(captured.batch, graph.inputs, strict=True)}
+    kinds = ("buffer", buffers, captured.pairs), ("batch's entry", entries, captured.entry_pairs)
+    return {
+        values[name]: f"the {kind} {name}, which has memory in common with {other}"
+        for kind, values, pairs in kinds
+        for name, other in pairs.items()
+        if name in values
+    }
+
+
+def _check_results(captured: Captured, graph: Graph, made: Mapping[str, Value]) -> None:
+    """Check that the loss is a number, or that results are computed values. Raises PartcError P0208."""
+    if not captured.results:
+        _check_loss(graph, made[graph.outputs[0]])
+    for path, output in zip(captured.results, graph.outputs, strict=False):
+        if output not in made:
+            raise PartcError(
+                "P0208",
+                f"the result {path or 'of the function'} is an entry of the batch or a parameter, unchanged",
+                help="leave it out of the results, which are computed values",
+            )
 
 
 def _check_loss(graph: Graph, loss: Value) -> None:

@@ -63,6 +63,7 @@ from partc import fuel
 from partc.ir.naming import unique
 from partc.ir.operations import KEEPING, RANDOM
 from partc.ir.program import DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value, needed
+from partc.passes.dense.blocks import EXPERTS, Form, Label, form_of, labels, operand_forms
 from partc.passes.dense.chosen import products_of_all, with_chosen_rows
 from partc.passes.route.loops import LEAST, Lift, Lifted, NotEqualError
 from partc.passes.route.rows import RowWriter
@@ -71,8 +72,8 @@ from partc.rules.integer_bounds import IntegerBounds, bounds_of_graph
 from partc.rules.rule import argument, integers
 
 _PARTS = KEEPING | {"slice", "split"}
-_PLACES = frozenset({"topk", "sort", "argsort", "argmax", "max"})  # their last results are indices
 _COPIES = frozenset({"expand", "repeat"})
+_PLACES = frozenset({"topk", "sort", "argsort", "argmax", "max"})  # their last results are indices
 
 
 def dense(program: Program, *, expert_axes: tuple[str, ...] = ()) -> Program:
@@ -410,7 +411,7 @@ class _Dense:
         w, (x, weights) = self.writer, op.refs()
         if len(w.shape(x)) != 3 or len(w.shape(weights)) != 3 or weights not in self.weights or x in self.weights:
             return False
-        mixture = x in self.rows or self._copied(x, w.shape(x)[0])
+        mixture = x in self.rows or self._copied(x, 0)
         if not mixture or not fuel.may_rewrite("dense experts", op.source):
             return False
         self.rows[op.result.name] = self._multiplied(self._by_row(x, 0, 1), weights, op)
@@ -426,7 +427,7 @@ class _Dense:
             count = w.shape(one.weights)[table.index(one.expert)]
             rows = self._spread(one.x, letters[one.x], one.tokens + one.inner, count)
         else:
-            rows = self.rows[one.x]
+            rows = self._by_row(one.x, letters[one.x].index(one.expert), len(one.tokens))
         order = [table.index(each) for each in (one.expert, one.inner, one.outer)]
         made = self._multiplied(rows, w.permute(one.weights, order, f"{one.weights}_t"), op)
         plain = one.out.replace(one.expert, "") == f"{one.tokens}{one.outer}" and one.out.endswith(one.outer)
@@ -459,10 +460,15 @@ class _Dense:
         for i, o in itertools.product(inner, outer):
             (x,), (expert,) = readers[i], {*letters[weights]} - {i, o} or {""}
             copied = expert not in letters[x] and letters[weights][0] == expert
-            held = letters[x][-1] == i and x in self.rows and self.rows[x].place == letters[x].find(expert)
+            place = letters[x].find(expert)
+            held = letters[x][-1] == i and place >= 0 and self._has_row_of_each(x, place)
             if (expert in out or readers.get(expert)) and (copied or held):
                 return _Mixture(weights, x, others, letters, out, expert, i, o, copied)
         return None
+
+    def _has_row_of_each(self, x: str, place: int) -> bool:
+        """Whether a value has a row for each token and expert, with the experts' dimension at `place`."""
+        return self.rows[x].place == place if x in self.rows else self._copied(x, place)
 
     def _chosen_product(self, op: Op) -> bool:
         """Write matmul(x, w[chosen]), with a matrix for each row or group of rows, as a product by expert."""
@@ -584,18 +590,27 @@ class _Dense:
         return replace(x, name=made)
 
     def _copied(self, name: str, experts: int) -> bool:
-        """Whether a value has copies of each token, one for each expert."""
-        while (op := self.makers.get(name)) is not None:
-            size = math.prod(op.result.type.shape)
-            if op.name in _COPIES:
-                (x,) = op.refs()
-                before = self.writer.shape(x)
-                return experts > 1 and size == experts * math.prod(before) and before[-1:] == op.result.type.shape[-1:]
-            wide = [each for each in op.refs() if math.prod(self.writer.shape(each)) == size]
-            if len(wide) != 1 or (op.name not in KEEPING and not is_elementwise(op.name)):
-                return False
-            name = wide[0]
-        return False
+        """Whether a value has copies of each token along the dimension `experts`; its last dimension has features."""
+        shape = self.writer.shape(name)
+        names = [str(dim) for dim in range(len(shape))]
+        return self._has_copies(name, form_of(shape, [*names[:experts], EXPERTS, *names[experts + 1 :]]), names[-1])
+
+    def _has_copies(self, name: str, form: Form, features: Label) -> bool:
+        """Whether elementwise operations and copies make a value of tokens that are without the experts' block."""
+        op = self.makers.get(name)
+        if op is None or not (op.name in KEEPING or op.name in _COPIES or is_elementwise(op.name)):
+            return False
+        forms = operand_forms(op, name, form, self.writer.types)
+        if forms is None:
+            return False
+        tokens = [
+            (name, form)
+            for name, form in zip(op.refs(), forms, strict=True)
+            if features in labels(form) and name not in self.weights
+        ]
+        return bool(tokens) and all(
+            EXPERTS not in labels(form) or self._has_copies(name, form, features) for name, form in tokens
+        )
 
     def _by_row(self, name: str, place: int, tokens: int) -> _ByRow:
         """A value by row whose leading dimensions are those of tokens, with the experts' dimension at `place`."""

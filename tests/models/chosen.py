@@ -81,6 +81,12 @@ class Mixture(nn.Module):
         made = torch.bmm(rows.view(EXPERTS, -1, WIDTH), self.up)
         return torch.bmm(F.silu(made) * made, self.down).sum(0).view_as(x) + self.bias.sum()
 
+    def scaled(self, x: Tensor, logits: Tensor) -> Tensor:
+        best, chosen = logits.sigmoid().topk(CHOICES, -1)
+        scores = torch.zeros_like(logits).scatter(-1, chosen, best)
+        made = torch.einsum("bted,edh->bteh", x.unsqueeze(2) * scores.unsqueeze(-1), self.up)
+        return torch.einsum("bteh,ehd->btd", F.silu(made) * made, self.down) + self.bias.sum()
+
     def gathered(self, x: Tensor, logits: Tensor) -> Tensor:
         best, chosen = logits.topk(CHOICES, -1)
         every = torch.stack([expert(x) for expert in self.experts], -2)

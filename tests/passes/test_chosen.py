@@ -33,6 +33,7 @@ def rows(program: Program) -> set[int]:
         ("where", 2, "dp=2", {}),
         ("repeated", 1, "ep=2,tp=2", {"zero": 2}),
         ("repeated", 1, "dp=2,tp=2", {}),
+        ("scaled", 2, "ep=2,cp=2", {}),
         ("gathered", 2, "dp=2,ep=2", {"microbatches": 2}),
         ("switch", 1, "ep=2", {}),
         ("matched", 2, "dp=2,ep=2", {"recompute": "selective"}),

@@ -8,9 +8,7 @@ raises the peak: one with everything ahead is enough if every rank peaks elsewhe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import Program
@@ -26,6 +24,15 @@ class LateActions:
 
     names: frozenset[str]
     compared: KnownSteps = ()
+
+
+@dataclass(slots=True)
+class _Rank:
+    """The search for late actions at one pipeline coordinate."""
+
+    limit: int  # the peak if nothing is gathered ahead
+    early: set[str]  # actions whose gathers ahead do not raise the peak
+    left: list[str]  # actions to be tried
 
 
 def gathering_actions(program: Program) -> frozenset[str]:
@@ -44,18 +51,17 @@ def late_actions(program: Program) -> LateActions:
     if all(_peaks_before(ahead, place, course) for place, course in enumerate(courses)):
         return LateActions(frozenset(), (everything,))
     compared = [everything, _with_steps(program, every)]
-    found, limits = map(_peaks, compared)
-    chosen = [set(names) if peak <= limit else set() for names, peak, limit in zip(places, found, limits, strict=True)]
-    rest = [[] if peak <= limit else names for names, peak, limit in zip(places, found, limits, strict=True)]
-    for candidates in zip_longest(*rest):
-        tried = [here | ({new} if new else set()) for here, new in zip(chosen, candidates, strict=True)]
-        compared.append(_with_steps(program, every - _union(tried)))
-        found = _peaks(compared[-1])
-        chosen = [
-            more if peak <= limit else here
-            for here, more, peak, limit in zip(chosen, tried, found, limits, strict=True)
-        ]
-    return LateActions(every - _union(chosen), tuple(compared))
+    ranks: list[_Rank] = []
+    for names, peak, limit in zip(places, *map(_peaks, compared), strict=True):
+        ranks.append(_Rank(limit, early={*names}, left=[]) if peak <= limit else _Rank(limit, early=set(), left=names))
+    while any(rank.left for rank in ranks):
+        tried = {name for rank in ranks for name in (*rank.early, *rank.left[:1])}
+        compared.append(_with_steps(program, every - tried))
+        for rank, peak in zip(ranks, _peaks(compared[-1]), strict=True):
+            if peak <= rank.limit:
+                rank.early.update(rank.left[:1])
+            rank.left = rank.left[1:]
+    return LateActions(every.difference(*(rank.early for rank in ranks)), tuple(compared))
 
 
 def _peaks_before(program: Program, place: int, step: Course | Ledger) -> bool:
@@ -70,10 +76,6 @@ def _peaks_before(program: Program, place: int, step: Course | Ledger) -> bool:
     starts = [index for index, each in enumerate(body.statements) if each.ahead]
     runs = [index for index, each in enumerate(body.statements) if (each.verb, each.of) == ("run", at.call)]
     return bool(runs) and max(runs) < min(starts, default=0)
-
-
-def _union(places: Iterable[set[str]]) -> frozenset[str]:
-    return frozenset(name for names in places for name in names)
 
 
 def _with_steps(program: Program, late: frozenset[str]) -> tuple[Program, Steps]:

@@ -185,7 +185,7 @@ def divides(rule: OpRule, name: str, outer: int, axes: Sequence[str], sizes: Siz
     if cutting and name in dict(rule.sharded) and (outer > 1 or len(cutting) > 1 or TIME_AXIS in cutting):
         return False
     ways = math.prod(sizes[axis] for axis in axes)
-    return factor.kind != "blocked" and factor.size // outer % ways == 0
+    return factor.kind != "blocked" and factor.size % (outer * ways) == 0
 
 
 def factor_at(dims: Sequence[Sequence[str]], rule: OpRule, placement: Shard) -> tuple[str, int] | None:

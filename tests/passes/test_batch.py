@@ -162,3 +162,26 @@ def test_calls_of_a_region_keep_the_cuts_of_their_own_results(mesh: str) -> None
     places = {name: torch.randint(5, (8, 9)) for name in ("source", "target")}
     package = partc.compile(Graphs(), {"x": torch.randint(11, (8, 5)), **places}, mesh=mesh, precision="fp64")
     assert package.verify(steps=2).worst.rel_err < 1e-12
+
+
+class Halves(nn.Module):
+    """Pairs of neighbours in two views of half a batch, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        half = len(x) // 2
+        x = torch.cat([x[:half] + x[half:], x[half:].sin()])
+        pairs = x.view(-1, 2, 8)
+        return self.head(self.norm((pairs - pairs.mean(1, keepdim=True)).flatten(0, 1))).square().mean()
+
+
+@pytest.mark.parametrize(("rows", "mesh", "microbatches"), [(6, "tp=2", 1), (12, "pp=2", 2), (6, "dp=3", 1)])
+def test_parts_that_divide_a_batch_need_not_divide_its_groups(rows: int, mesh: str, microbatches: int) -> None:
+    """Two views of three rows are three pairs, one of which has a row of each view: the batch was refused."""
+    batch = {"x": torch.randn(rows, 4)}
+    package = partc.compile(Halves(), batch, mesh=mesh, microbatches=microbatches, precision="fp64")
+    assert package.verify(steps=2).worst.rel_err < 1e-12

@@ -242,10 +242,18 @@ def _sliced(known: _Operation) -> Results | None:
 
 def _like(position: int) -> _Special:
     """For derivatives whose first result has the layout of this operand; operand 0 is the incoming gradient."""
-    return lambda known: (
-        _like_operand(known.layouts[position], known.layouts[0]),
-        *(None,) * (len(known.op.results) - 1),
-    )
+    return lambda known: (_like_operand(known.layouts[position], known.layouts[0]), *_unknown_but_first(known))
+
+
+def _unknown_but_first(known: _Operation) -> Results:
+    return (None,) * (len(known.op.results) - 1)
+
+
+def _convolved_backward(known: _Operation) -> Results:
+    """The gradient of the input is a product of the incoming one and the weight, of which ranks may have parts."""
+    grad, x, weight = known.layouts
+    found = _like_operand(x, replace(grad, partial=(*grad.partial, *weight.partial)))
+    return (found, *_unknown_but_first(known))
 
 
 def _all_like_second(known: _Operation) -> Results:
@@ -307,7 +315,7 @@ _SPECIAL: Mapping[str, _Special] = {
     "dropout_backward": _like(0),
     "cross_entropy_backward": _like(1),
     "convolution": _convolved,
-    "convolution_backward": _like(1),
+    "convolution_backward": _convolved_backward,
     "native_group_norm_backward": _like(1),
     "native_batch_norm_backward": _like(1),
     "max_pool2d_with_indices_backward": _like(1),

@@ -47,13 +47,14 @@ def typed(layout: str) -> TensorType:
         (Op(name="put", args=(Ref("a"),), attrs=(("dim", 1), ("axis", "tp"))), ("[8, 16@tp]",), (8, 16), "[8, 16] partial(tp)"),
         (Op(name="index_put", args=(Ref("a"), (Ref("b"),), Ref("b"), True)), ("[4]", "[8@dp]"), (4,), "[4] partial(dp)"),
         (Op(name="silu_backward", args=(Ref("a"), Ref("b"))), ("[8@dp, 16@tp]", "[8@dp, 16@tp]"), (4, 4), "[8@dp, 16@tp]"),
+        (Op(name="convolution_backward", args=(Ref("a"), Ref("b"), Ref("c"))), ("[8@dp, 2, 6]", "[8@dp, 16, 8]", "[2, 16, 3] partial(tp)"), (4, 16, 8), "[8@dp, 16, 8] partial(tp)"),
     ],
     ids=lambda value: value.name if isinstance(value, Op) else "",
 )  # fmt: skip
 def test_results_are_cut_like_the_factors_they_have(
     op: Op, operands: tuple[str, ...], local: tuple[int, ...], expected: str
 ) -> None:
-    types = {name: typed(layout) for name, layout in zip("ab", operands, strict=False)}
+    types = {name: typed(layout) for name, layout in zip("abc", operands, strict=False)}
     result = Value(name="y", type=TensorType.replicated("f32", local))
     (found,) = inferred(replace(op, results=(result,)), types, SIZES)
     assert found is not None and found.layout.normalized(SIZES) == Layout.parse(expected)

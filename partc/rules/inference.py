@@ -52,10 +52,10 @@ class Inferred:
             if a == b or dim in self.open or dim in ones:
                 continue
             # Likewise a block of a dimension that is cut into one block for each rank.
-            if _sum_of_blocks(a, sizes) == b:
-                partial |= {*_axes(a)}
-            elif _sum_of_blocks(b, sizes) == a and partial.issuperset(_axes(b)):
-                partial -= {*_axes(b)}
+            if summed := _summed_over(a, b, sizes):
+                partial |= summed
+            elif (summed := _summed_over(b, a, sizes)) and partial >= summed:
+                partial -= summed
             else:
                 same = False
         if self.in_order and _order(found, sizes) != _order(stated, sizes):
@@ -63,10 +63,14 @@ class Inferred:
         return same and partial - loose <= {*stated.partial} <= partial | loose
 
 
-def _sum_of_blocks(dim: Pieces, sizes: Sizes) -> Pieces:
-    """A normalized dimension after a sum over its blocks, of which each rank has one. An uncut one remains."""
-    (first, *rest) = dim or (SubDim(1),)
-    return (SubDim(first.part(sizes)),) if not rest and not first.spare(sizes) else dim
+def _summed_over(dim: Pieces, sums: Pieces, sizes: Sizes) -> set[str]:
+    """The outer axes of a normalized dimension, of which each rank has one block, if the sum over the blocks has the
+    dimension `sums`.
+    """
+    (first, *rest), (block, *more) = (each or (SubDim(1),) for each in (dim, sums))
+    outer = first.axes[: len(first.axes) - len(block.axes)]
+    cut = SubDim(block.size * math.prod(sizes[axis] for axis in outer), (*outer, *block.axes))
+    return {*outer} if cut == first and not (rest or more or first.spare(sizes)) else set()
 
 
 def _order(layout: Layout, sizes: Sizes) -> tuple[int | str, ...]:

@@ -162,6 +162,7 @@ _FORMS: Mapping[str, Callable[[fx.Node, Args, Attrs], Form]] = {
     "_softmax": _softmax,
     "_log_softmax": _softmax,
     "_to_copy": _cast,
+    "mark_grad": lambda node, args, attrs: ("alias", args[:1], ()),
     SCAN: _scan,
     **dict.fromkeys(COLLECTIVES, _collective),
     **dict.fromkeys(ROUTED, _routed),

@@ -29,6 +29,7 @@ from partc.rules.rule import integers
 _NOTHING = frozenset(
     {"detach", "alias", "clone", "contiguous", "lift_fresh_copy", "mark", "mark_grad", "vary", "settle"}
 )
+_RELAID = "relaid"  # marks of gradients that equal one of another layout
 # Operations that compute zeros if all their operands are zeros.
 _LINEAR = frozenset(COLLECTIVES) | {
     "linear_grad_bias", "take", "put", "neg", "add", "sub", "sum", "expand", "permute", "t", "transpose", "_to_copy",
@@ -293,7 +294,10 @@ class _Reader:
         for node in nodes:
             if operation(node) in ("mark", "mark_grad"):
                 name = str(node.args[1])
-                self.claim_all([(node, self._gradient_name(name, node) if operation(node) == "mark_grad" else name)])
+                if operation(node) == "mark_grad":
+                    node.meta[_RELAID] = self._is_relaid(name, node)
+                    name = self._gradient_name(name, node)
+                self.claim_all([(node, name)])
         for node in reversed(nodes):
             heirs = [self._labels[user] for user in node.users if user in self._labels]
             if node not in self._behind:
@@ -302,6 +306,14 @@ class _Reader:
         for node in nodes:
             if node.op == "call_function" and _origin(node) not in self._names and not _is_tuple(node):
                 self._names[_origin(node)] = self.fresh(self._unmarked_name(_origin(node)))
+
+    def _is_relaid(self, name: str, node: fx.Node) -> bool:
+        """Whether a value's gradient equals one of another layout: of `repeat` with one copy on each rank, the gradient
+        of the copies is a contribution to the operand's.
+        """
+        other = self._gradient_type(self._names.get(_origin(node), ""))
+        mine = self.types[name].layout.normalized(self._sizes)
+        return other is not None and other.layout.normalized(self._sizes).dims != mine.dims
 
     def _gradient_name(self, name: str, node: fx.Node) -> str:
         """The name of a value's gradient.
@@ -492,7 +504,7 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
     if the node computes a new value.
     """
     name, (operand, *rest) = operation(node), (*node.args, None)
-    if not isinstance(operand, fx.Node):
+    if not isinstance(operand, fx.Node) or node.meta.get(_RELAID):
         return None
     if name in _NOTHING or (name == "pow" and rest[0] == 1 and node.meta["val"].dtype == operand.meta["val"].dtype):
         return operand

@@ -87,6 +87,8 @@ def test_one_block_of_a_dimension_is_also_a_contribution_to_the_sum_of_blocks() 
         ("[8@dp, 4]", "[4, 4]", False),
         ("[4, 4]", "[8@dp, 4]", False),
         ("[8@dp, 4]", "[2, 4] partial(dp)", False),
+        ("[16@dp,tp, 4]", "[8@tp, 4] partial(dp)", True),
+        ("[16@dp,tp, 4]", "[8@dp, 4] partial(tp)", False),
     ):
         made = Inferred(Layout.parse(found))
         assert made.allows(Layout.parse(stated), SIZES) is allowed, (found, stated)

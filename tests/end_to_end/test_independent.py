@@ -58,6 +58,7 @@ CHEAP = {
     "nearly_attention": (1,),
     "memory_efficient": (0, 4),
     "capped_experts": (0, 5),
+    "repeated_batch": (1, 5),
 }
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))

@@ -21,7 +21,7 @@ from partc.frontend.trace import trace_model
 from partc.ir.mesh import Mesh
 
 HEAD = """
-import collections, contextvars, datetime, functools, itertools, random, time, uuid
+import array, collections, contextvars, dataclasses, datetime, functools, itertools, random, time, uuid
 from time import perf_counter
 import numpy
 import torch
@@ -92,6 +92,57 @@ class Annealed:
         return max(0.0, self.passes - 100)
 
 
+def ticks():
+    number = 0
+    while True:
+        number += 1
+        yield number
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    number: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    number: int = 0
+
+
+class Property:
+    calls = 0
+
+    @property
+    def number(self):
+        self.calls += 1
+        return self.calls
+
+
+def bumped(box):
+    box[0] += 1
+    return box[0]
+
+
+class Static:
+    calls = 0
+
+    @classmethod
+    def tick(cls):
+        cls.calls += 1
+        return cls.calls
+
+    @staticmethod
+    def seen(box=[0]):
+        return bumped(box)
+
+    class Inside:
+        calls = 0
+
+
+COUNTING, NUMBERS, TICKS, PARTIAL, SLOTS = counting(), itertools.count(1), ticks(), functools.partial(bumped, [0]), Slots()
+ARRAY, SCALAR, TEXT, BYTES, TUPLE, SET = numpy.zeros(3), numpy.int64(0), "", b"", (), set()
+COUNTER, SETTLED, PROPERTY, OWN_ARRAY = collections.Counter(), Settled(), Property(), array.array("l", [0])
+RATES = iter([1.0] * 10 + [2.0] * 10)
 LATE, ANNEALED, NORM = Late(), Annealed(), nn.BatchNorm1d(6, affine=False)
 EVERYTHING, LIBRARIES = globals(), {"torch": torch}
 
@@ -360,6 +411,98 @@ def test_failures_with_numbers_of_a_later_step_are_listed(tmp_path: Path) -> Non
     scheduled = "self.n += 1\nreturn self.up(x) * [1.0, 1.0, 1.0, 1.0, 2.0][self.n]"
     (sentence,) = traced(tmp_path, scheduled).assumed
     assert "repeat the first step" in sentence and "self.n" in sentence and "IndexError" in sentence
+
+
+# Statements and an expression for a number that grows in each step.
+GROWING = {
+    "attribute": ("self.n += 1", "self.n"),
+    "variable of a function": ("", "COUNTING()"),
+    "itertools.count": ("", "next(NUMBERS)"),
+    "attribute that is an iterator": ("", "next(self.numbers)"),
+    "generator": ("", "next(TICKS)"),
+    "attribute of a function": ("", "calls()"),
+    "default argument": ("", "seen(x)"),
+    "partial": ("", "PARTIAL()"),
+    "NumPy array": ("ARRAY[0] += 1", "ARRAY[0]"),
+    "number of an array": ("self.table[0] += 1", "int(self.table[0])"),
+    "NumPy scalar": ("global SCALAR\nSCALAR = numpy.int64(SCALAR) + 1", "SCALAR"),
+    "text": ("global TEXT\nTEXT += 'x'", "len(TEXT)"),
+    "bytes": ("global BYTES\nBYTES += b'x'", "len(BYTES)"),
+    "bytearray": ("self.bytes.append(1)", "len(self.bytes)"),
+    "array": ("OWN_ARRAY[0] += 1", "OWN_ARRAY[0]"),
+    "tuple": ("global TUPLE\nTUPLE += (1,)", "len(TUPLE)"),
+    "set": ("SET.add(len(SET))", "len(SET)"),
+    "dict": ("TABLE[len(TABLE)] = 1", "len(TABLE)"),
+    "Counter": ("COUNTER.update('a')", "COUNTER['a']"),
+    "slots": ("SLOTS.number += 1", "SLOTS.number"),
+    "frozen object": ("global SETTLED\nSETTLED = Settled(SETTLED.number + 1)", "SETTLED.number"),
+    "property": ("", "PROPERTY.number"),
+    "class method": ("", "Static.tick()"),
+    "static method": ("", "Static.seen()"),
+    "class within a class": ("Static.Inside.calls += 1", "Static.Inside.calls"),
+    "context variable": ("VAR.set(VAR.get() + 1)", "VAR.get()"),
+}
+
+
+@pytest.mark.parametrize("condition", ["n % 5 == 0", "n in {50, 100}"])
+@pytest.mark.parametrize("name", GROWING)
+def test_late_effects_are_refused_or_listed(name: str, condition: str, tmp_path: Path) -> None:
+    statements, number = GROWING[name]
+    body = f"{statements}\nn = {number}\nreturn self.up(x) * (2 if {condition} else 1)"
+    try:
+        assumed = traced(tmp_path, body).assumed
+    except PartcError as refusal:
+        assert refusal.code == "P0225" and refusal.source is not None, refusal
+    else:
+        assert any("Packages repeat the first step" in sentence for sentence in assumed)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "self.n += 1\nreturn self.up(x) * [1.0, 1.0, 1.0, 1.0, 2.0, 1.0, 1.0][self.n % 7]",
+        "self.n += 1\nreturn self.up(x) * (1 + (self.n & 16))",
+        "self.n += 1\nreturn self.up(x) * (2 if self.n in {50, 100} else 1)",
+        "self.n += 1\nreturn self.up(x) * {50: 2.0}.get(self.n, 1.0)",
+        "ARRAY[0] += 1\nreturn self.up(x) * {50: 2.0}.get(ARRAY[0], 1.0)",
+        "self.known[len(self.known)] = 1\nreturn self.up(x) * (2 if 50 in self.known else 1)",
+    ],
+)
+def test_numbers_in_the_code_and_of_the_next_steps_are_tried(body: str, tmp_path: Path) -> None:
+    with pytest.raises(PartcError, match=r"in a later step|compares it") as caught:
+        traced(tmp_path, body)
+    assert caught.value.code == "P0225"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "self.n += 1\nreturn self.up(x) * {'step 50': 2}.get(f'step {self.n}', 1)",
+        "return self.up(x) * next(RATES)",
+        "self.last = {None: 'a', 'a': 'b', 'b': 'c', 'c': 'c'}[self.last]\nreturn self.up(x) * (2 if self.last == 'c' else 1)",
+        "self.n = self.n + 1j\nreturn self.up(x) * (2 if self.n.imag > 5 else 1)",
+        "self.long.pop()\nreturn self.up(x) * (1 if self.long else 2)",
+    ],
+)
+def test_values_that_cannot_be_tried_are_listed(body: str, tmp_path: Path) -> None:
+    assert any("Packages repeat the first step" in sentence for sentence in traced(tmp_path, body).assumed)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "self.n += 1\nself.items.append(f'step {self.n}')",
+        "self.n += 1\nself.known[self.n] = x.shape",
+        "ARRAY[0] += 1",
+        "self.items.append(x.mean().item())",
+        "start = time.perf_counter()\nself.n += time.perf_counter() - start",
+        "self.n += 1\nif self.n % 100 == 0:\n    print(f'step {self.n}: {x.mean()}')",
+        "self.n += 1\nself.known.update(step=self.n, shape=x.shape)",
+        "COUNTER[type(self).__name__] += 1\ncalls()\nSET.add(x.shape)",
+    ],
+)
+def test_logs_need_no_assumption(body: str, tmp_path: Path) -> None:
+    assert not traced(tmp_path, f"{body}\nreturn self.up(x)").assumed
 
 
 class FrozenLater(torch.nn.Module):

@@ -23,7 +23,8 @@ from partc.replaced import all_replaced
 from partc.torch_private import FakeTensor, said_class
 
 
-def _length(x: Any, /) -> int:
+def length(x: Any, /) -> int:
+    """Python's `len`, which torch replaces for tensors."""
     return x.size(0) if isinstance(x, Tensor) and x.dim() else builtins.len(x)
 
 
@@ -143,7 +144,7 @@ class _Float(float, metaclass=_Floats):
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "len": _length,
+    "len": length,
     "max": _extreme(max, "min", torch.maximum),
     "min": _extreme(min, "max", torch.minimum),
     "type": _Type,

@@ -18,7 +18,7 @@ from torch import Tensor, nn, optim
 
 from partc.errors import PartcError, first_line
 from partc.frontend.model_files.model_file import user_line
-from partc.frontend.state.frozen_state import DEPTH, comparable_copy
+from partc.frontend.state.comparable import DEPTH, comparable_copy
 from partc.runtime.errors import UsageError
 from partc.runtime.optimizer.kinds import KINDS, Kind, option_text
 from partc.runtime.optimizer.recipe import DEFAULT, Recipe, UpdateRule, recipe_text

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from partc.frontend.model_precision import modes
 from partc.frontend.repeats.module_rows import ModuleRows, UnequalError, container_of
-from partc.frontend.state.frozen_state import comparable_copy
+from partc.frontend.state.comparable import comparable_copy
 from partc.installed import is_machinery
 from partc.ir.program import MODULE_MARK
 from partc.ir.repetitions import KEPT

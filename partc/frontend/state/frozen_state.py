@@ -19,12 +19,12 @@ import sys
 import textwrap
 import time
 import types
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
-from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -32,21 +32,20 @@ from torch import Tensor, fx, nn
 
 from partc.errors import PartcError, Source
 from partc.frontend.state.caches import cached_values, caches
-from partc.frontend.state.counters import Counters, Key, Number, counters, later
+from partc.frontend.state.comparable import CONSTANTS, DEPTH, comparable_copy, is_code, is_users, parts
+from partc.frontend.state.counters import LATE, Counters, Key, Leaf, Put, counters, part_put
 from partc.frontend.state.generator_states import KeptStates
 from partc.frontend.state.kept_attributes import MEMBERS, Contents
-from partc.frontend.state.opposite_numbers import opposite
+from partc.frontend.state.opposite_numbers import Uses, numbers_in
 from partc.frontend.state.other_numbers import TRIES, is_generator, other_numbers
 from partc.frontend.state.stateful_code import CLOCKS, may_keep_state, stateful_lines, user_modules
 from partc.frontend.state.trace_comparison import TracedNode, effects_signature, first_difference
-from partc.installed import is_installed, line_of, shortened, user_frame
+from partc.installed import line_of, shortened, user_frame
 from partc.replaced import all_replaced, replaced
-from partc.torch_private import FakeTensor, without_modes
+from partc.torch_private import FakeTensor
 
-DEPTH, ITEMS = 8, 1 << 16
+_NEXT = 8  # steps, and numbers of code, that are tried one by one
 SHIFT = 200_451.37  # seconds by which a second trace sets clocks ahead: another hour and another weekday
-_CONSTANTS = frozenset({bool, int, float, str, bytes, complex, torch.dtype, torch.device, type(None)})
-_PLAIN = tuple(_CONSTANTS)
 _INTERNAL = MEMBERS - {"training"}  # members and hooks
 
 
@@ -82,7 +81,7 @@ class _Held:
         constants: dict[str, Any] = {}
         others: dict[str, Any] = {}
         for name, value in vars(module).items():
-            if type(value) in _CONSTANTS:
+            if type(value) in CONSTANTS:
                 constants[name] = value
             elif name not in _INTERNAL:
                 others[name] = copy(value)
@@ -153,23 +152,14 @@ class State:
     def of(cls, model: nn.Module, loss: Any, named: Mapping[str, nn.Module], *, clear_caches: bool = False) -> State:
         """A snapshot of the model with these modules, and of the user's code."""
         kinds = {kind for found in {type(module) for module in named.values()} for kind in found.__mro__}
-        classes = [kind for kind in kinds if _is_users(kind)]
+        classes = [kind for kind in kinds if is_users(kind)]
         homes = {sys.modules.get(item.__module__) for item in (*classes, loss) if getattr(item, "__module__", None)}
-        own = (home for home in homes if isinstance(home, types.ModuleType) and _is_users(home))
-        modules = user_modules(own, _is_users)
+        own = (home for home in homes if isinstance(home, types.ModuleType) and is_users(home))
+        modules = user_modules(own, is_users)
         state = cls(model=model, modules=modules)
         copy = lambda value: comparable_copy(value, state.kept, DEPTH, state.known)  # noqa: E731
         state.held = {path: _Held.of(path, module, copy) for path, module in named.items()}
-        for kind in classes:
-            for name, value in vars(kind).items():
-                if not name.startswith("__") and not callable(value) and not isinstance(value, property | staticmethod):
-                    state._add((f"class {kind.__name__}", name), value, kind)
-        state._add_globals({*named.values()})
-        for function in (loss, *(vars(kind).get("forward") for kind in classes)):
-            free = getattr(getattr(function, "__code__", None), "co_freevars", ())
-            for name, cell in zip(free, getattr(function, "__closure__", None) or (), strict=False):
-                if name != "__class__":
-                    state._add(("closure", name), _content(cell), function)
+        state._add_code(classes, {"loss": loss}, {*named.values()})
         for cache in caches(named.values(), modules):
             if clear_caches:
                 cache.cache_clear()
@@ -177,14 +167,31 @@ class State:
         state._add_generators()
         return state
 
-    def _add_globals(self, own_modules: Set[nn.Module]) -> None:
-        """Keep the globals of the user's modules; of modules outside the model, their attributes."""
+    def _add_code(self, classes: list[Any], functions: dict[str, Any], own_modules: Set[nn.Module]) -> None:
+        """Add the values that the user's code holds: globals, attributes of classes, variables of functions."""
         for home in self.modules:
             for name, value in vars(home).items():
                 outside = isinstance(value, nn.Module) and value not in own_modules
                 inside = [vars(module) for module in value.modules()] if outside else value
-                if not name.startswith("__") and not _is_code(inside):
+                if isinstance(value, types.FunctionType):
+                    functions[f"{home.__name__}.{name}"] = value
+                elif isinstance(value, type) and value not in classes and is_users(value):
+                    classes.append(value)
+                elif not name.startswith("__") and not is_code(inside):
                     self._add((f"module {home.__name__}", name), value, home, inside)
+        for kind in classes:  # which grows
+            where = f"{kind.__module__}.{kind.__qualname__}"
+            for name, value in vars(kind).items():
+                if isinstance(value, types.FunctionType | property | staticmethod | classmethod):
+                    functions |= {f"{where}.{name} {part}": held for part, held in _functions_of(value)}
+                elif isinstance(value, type) and value not in classes and is_users(value):
+                    classes.append(value)
+                elif not name.startswith("__") and not is_code(value):
+                    self._add((f"class {where}", name), value, kind)
+        for where, function in functions.items():
+            for name, value in parts(function).items():
+                if name != "__wrapped__":
+                    self._add((f"function {where}", name), value, function)
 
     def _add_cache(self, function: Any, values: Any) -> None:
         """Keep what the cache of a function holds, if it has tensors."""
@@ -245,83 +252,18 @@ class State:
         return sorted(found, key=lambda change: (not change.always, change.tensors))
 
 
+def _functions_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """The functions of a method or a property, which may be wrapped."""
+    if isinstance(value, types.FunctionType):
+        yield "", value
+    else:
+        for name, held in parts(value).items():
+            if held is not None:
+                yield name, held
+
+
 def _same_module(one: _Held | None, other: _Held | None) -> bool:
     return one is not None and other is not None and one.same(other)
-
-
-def _is_users(item: Any) -> bool:
-    """Whether code belongs to the user and not to an installed package."""
-    home = item if isinstance(item, types.ModuleType) else sys.modules.get(getattr(item, "__module__", None) or "")
-    file = getattr(home, "__file__", None)
-    return bool(file) and not is_installed(Path(str(file)))
-
-
-def _is_code(value: Any) -> bool:
-    """Whether a value is a module, a class or a function, or another callable of a library."""
-    return isinstance(value, types.ModuleType | type) or (callable(value) and not _is_users(type(value)))
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
-
-
-def comparable_copy(value: Any, kept: list[Any], depth: int, known: dict[int, Any]) -> Any:
-    """A copy of the value that can be compared later. Python modules, whose globals may be many, are compared by
-    identity.
-    """
-    if id(value) in known:
-        return known[id(value)]
-    if isinstance(value, _PLAIN):
-        return _constant(value)
-    if isinstance(value, Tensor):
-        kept.append(value)
-        return ("tensor", id(value))
-    if isinstance(value, torch.Generator):
-        with without_modes():
-            return ("generator", tuple(value.get_state().tolist()))
-    copy = lambda item: (  # noqa: E731
-        _constant(item) if type(item) in _CONSTANTS else comparable_copy(item, kept, depth - 1, known)
-    )
-    items = _items(value) if depth else None
-    if items is not None and len(items) <= ITEMS:
-        kept.append(value)
-        known[id(value)] = ("again", id(value))  # it may contain itself
-        if isinstance(value, Mapping):
-            known[id(value)] = ("mapping", tuple((repr(key)[:200], copy(item)) for key, item in items))
-        else:
-            known[id(value)] = ("items", tuple(map(copy, items)))
-        return known[id(value)]
-    if isinstance(value, set | frozenset) and len(value) <= ITEMS:
-        return ("set", tuple(sorted(repr(item)[:200] for item in value)))
-    kept.append(value)
-    known[id(value)] = ("object", id(value))
-    opaque = isinstance(value, nn.Module) or _is_code(value)
-    if depth and not opaque and hasattr(value, "__dict__"):
-        inside = ((name, copy(item)) for name, item in vars(value).items() if name[:2] != "__")
-        known[id(value)] = ("object", id(value), tuple(inside))
-    return known[id(value)]
-
-
-def _items(value: Any) -> list[Any] | None:
-    """The first ITEMS + 1 items of a list, tuple, deque or mapping; None for other values.
-
-    Subclasses may define no length, as e3nn's irreducible representations do, or no items, as urllib3's pools of
-    connections do.
-    """
-    if isinstance(value, Mapping):
-        try:
-            return [*islice(value.items(), ITEMS + 1)]
-        except Exception:  # of a class that partc does not know
-            return None
-    kind: Any = next((kind for kind in (list, tuple, deque) if isinstance(value, kind)), None)
-    return None if kind is None else [*islice(kind.__iter__(value), ITEMS + 1)]
-
-
-def _constant(value: Any) -> tuple[str, str]:
-    return (type(value).__name__, repr(value))
 
 
 def _member(old: Any, new: Any) -> str:
@@ -357,10 +299,10 @@ def _named(where: str, name: str, owner: Any) -> str:
             return f"a number of Python's {where} module"
         case ["cache"]:
             return f"the cache of {name}"
-        case ["closure"]:
-            return f"the variable {name} of an enclosing function"
-        case ["class", kind]:
-            return f"{kind}.{name}"
+        case ["function", _]:
+            return f"{name} of {getattr(owner, '__qualname__', 'the loss')}"
+        case ["class", _]:
+            return f"{owner.__name__}.{name}"
         case ["self", *_]:
             return f"self.{name} of {owner.__name__}"
         case ["members", path] if name == "requires_grad":
@@ -535,6 +477,7 @@ def check(
     stores = (vars(each) for each in (*watch.model.modules(), *state.modules))
     generators = [value for store in stores for value in [*store.values()] if is_generator(value)]
     drawn = [key for key in first if key[0] in ("random", "numpy.random")]
+    begun: Counters | None = None
     for attempt in range(1, 1 + TRIES):
         with _attributes_restored(watch.model):
             watch.go_on()
@@ -558,75 +501,165 @@ def check(
         where = "" if line is None else f" ({line})"
         drawing = f"Packages draw nothing from Python's {change.key[0]} module"
         assume(f"{drawing}: {TRIES} traces with other numbers were equal{where}.")
-    _check_counters(plain, known, watch, again, assume, [*first.values()], begun, stops)
+    assert begun is not None
+    traces = _LaterTraces(
+        plain=plain, known=known, watch=watch, again=again, changes=[*first.values()], stops=stops,
+        ends=(*watch.ends,), contents=watch.contents,
+    )  # fmt: skip
+    for sentence in traces.check(begun):
+        assume(sentence)
 
 
-def _check_counters(
-    plain: tuple[TracedNode, ...],
-    known: Set[str],
-    watch: StateWatch,
-    again: Callable[[], torch.export.ExportedProgram],
-    assume: Callable[[str], None],
-    changes: Sequence[Change],
-    begun: Counters,
-    stops: tuple[type[Exception], ...],
-) -> None:
-    """Refuse branches on numbers and lengths that forward changes in each step; list an assumption if forward fails
-    with those of a later step, as past the end of a schedule. Raises PartcError P0225.
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """The outcome of a trace that is equal to the first one, or fails."""
 
-    `begun` are those with which the last trace began: its comparisons had the outcomes of the first trace.
-    """
-    assert watch.state is not None
-    places, moved = [*_places(watch, changes)], dict[Key, tuple[Any, Any]]()
-    for late in (False, True):
-        with _attributes_restored(watch.model):
-            watch.go_on()
-            ended = {key: each for key, each in counters(places).items() if key in begun}
-            # Opposite numbers, which the first of these traces leaves, cannot be compared.
-            moved = moved or {
-                key: (begun[key].value, each.value) for key, each in ended.items() if begun[key].value != each.value
+    tried: frozenset[Key]  # the values in whose places others were
+    kept: frozenset[int]  # the identities of the values that forward left
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LaterTraces:
+    """Traces with other values in place of those that forward changes in each step."""
+
+    plain: tuple[TracedNode, ...]  # the first trace
+    known: Set[str]
+    watch: StateWatch  # behind the second trace, which was equal
+    again: Callable[[], torch.export.ExportedProgram]
+    changes: Sequence[Change]
+    stops: tuple[type[Exception], ...]
+    ends: tuple[tuple[dict[str, Any], str, Any], ...]
+    contents: Contents
+
+    def check(self, begun: Counters) -> Iterator[str]:
+        """Refuse changes whose later values affect the trace, and yield a sentence for each assumption: where forward
+        fails with values of a later step, as past the end of a schedule, and where later values are not known.
+
+        `begun` are the values with which the second trace began. Raises PartcError P0225.
+        """
+        with self._second_step():
+            ended = counters(_places(self.watch, self.changes))
+            moved = {
+                key: (begun[key], now) for key, now in ended.items() if key in begun and begun[key].state != now.state
             }
-            if not moved:
-                return
-            change = changes[next(iter(moved))[0]]
-            source = change_source(change, watch.state)
-            for key, (old, new) in moved.items():
-                if key in ended and (late or isinstance(ended[key], Number)):
-                    ended[key].put(later(old, new) if late else opposite(old))
+        if not moved:
+            return
+        uses = {root: Uses() for root, *_ in moved}
+        hook = partial(_length, [*uses.values()])
+        with all_replaced((home, "len", hook) for home in self.watch.modules if "len" not in vars(home)):
+            first = self._trace(moved, lambda key, before, now: now.oppose(before, uses[key[0]]), late=False)
+        last = self._trace(moved, lambda key, before, now: now.advance(before, LATE))
+        if last.failure:
+            yield f"Packages repeat the first step. With a later value of {self._named(moved)}, {last.failure}."
+        for root, each in uses.items():
+            own = {key: pair for key, pair in moved.items() if key[0] == root}
+            lines = each.unseen(first.kept)
+            exact = frozenset(key for key, (_, now) in own.items() if now.exact)
+            known = all(_lies_below(key, exact & first.tried & last.tried) for key in own)
+            if lines or not known:
+                self._try_numbers(own, lines.values())
+            for line in lines:
+                yield f"Packages repeat the first step. A later value of {self._named(own)} may matter at {line}."
+            if not lines and not last.failure and not known:
+                yield f"Packages repeat the first step. Later values of {self._named(own)} are not all known."
+
+    def _try_numbers(self, moved: Mapping[Key, tuple[Leaf, Leaf]], code: Iterable[CodeType]) -> None:
+        """Try the values of the next steps, and the numbers in the code that reads them."""
+        for steps in range(1, _NEXT):
+            self._trace(moved, lambda key, before, now, n=steps: now.advance(before, n))  # type: ignore[misc]
+        numbers = dict.fromkeys(number for each in code for number in numbers_in(each.co_consts))
+        for number in islice(numbers, _NEXT):
+            for ahead in (True, False):  # forward reads a number before or behind its change
+                self._trace(moved, lambda key, before, now, n=number, a=ahead: now.reach(before, n, a))  # type: ignore[misc]
+
+    def _trace(
+        self, moved: Mapping[Key, tuple[Leaf, Leaf]], put: Callable[[Key, Leaf, Leaf], bool], *, late: bool = True
+    ) -> _Outcome:
+        """Trace with other values. Raises PartcError P0225 if the trace differs."""
+        failure, other = "", None
+        tried, kept = frozenset[Key](), frozenset[int]()
+        with self._second_step():
             try:
-                other = effects_signature(again(), known)
-            except stops:
+                tried = frozenset(key for key, (before, now) in moved.items() if put(key, before, now))
+                if tried:
+                    other = effects_signature(self.again(), self.known)
+                    left = [(value, None) for _, _, value in self.watch.ends]
+                    found = counters([*left, *_places(self.watch, self.changes)])
+                    kept = frozenset(id(leaf.value) for leaf in found.values())
+            except self.stops:
                 raise
             except Exception as error:  # such as a report of values: the branch's code cannot be traced
                 if isinstance(error, PartcError) and error.code == "P0225":
                     raise
-                if late:
-                    cause, where = getattr(error, "cause", error), "" if source is None else f" ({source})"
-                    assume(f"Packages repeat the first step. With a later value of {change.what}{where}, {cause}.")
-                continue
+                failure = str(getattr(error, "cause", error))
             finally:
-                for key in ended.keys() & moved.keys():
-                    ended[key].put(moved[key][1])
-        always = any(change.always for change in watch.changes.values())
-        if always or first_difference(plain, other, filled=True) is not None:
+                for _, now in moved.values():
+                    now.restore()
+        node = None if other is None else first_difference(self.plain, other, filled=True)
+        always = any(change.always for change in self.watch.changes.values())
+        if node is not None or (other is not None and always):
             does = "computes something else in a later step: a package would repeat the first step"
             if not late:
                 does = "compares it: a package would have the first step's outcome"
+            change = self._change(moved)
             raise PartcError(
                 "P0225",
                 f"forward changes {change.what}, and {does}",
                 help="keep the number in a registered buffer, and choose between results with torch.where",
-                source=source,
+                source=change_source(change, self._state) or (None if node is None else node.source),
             )
+        return _Outcome(tried, kept, failure)
+
+    @contextmanager
+    def _second_step(self) -> Iterator[None]:
+        """A context in which the model is as the second trace has left it."""
+        with _attributes_restored(self.watch.model):
+            self.watch.ends[:], self.watch.contents = self.ends, self.contents
+            self.watch.go_on()
+            yield
+
+    def _change(self, moved: Iterable[Key]) -> Change:
+        """The first of the changes, if possible one whose line is known."""
+        found: list[Change] = [self.changes[root] for root in dict.fromkeys(key[0] for key in moved)]
+        return next((change for change in found if change_source(change, self._state) is not None), found[0])
+
+    def _named(self, moved: Iterable[Key]) -> str:
+        change = self._change(moved)
+        source = change_source(change, self._state)
+        return change.what if source is None else f"{change.what} ({source})"
+
+    @property
+    def _state(self) -> State:
+        assert self.watch.state is not None
+        return self.watch.state
 
 
-def _places(watch: StateWatch, changes: Iterable[Change]) -> Iterator[tuple[Any, str]]:
-    """The dict or class that has each changed value, and its name."""
+def _lies_below(key: Key, keys: Set[Key]) -> bool:
+    return any(key[:n] in keys for n in range(1, len(key) + 1))
+
+
+def _length(uses: Sequence[Uses], x: Any, /) -> int:
+    """Python's `len`, opposite for containers that forward changes in each step."""
+    return next((each for each in uses if id(x) in each.lengths), uses[0]).length(x, sys._getframe(1))
+
+
+def _places(watch: StateWatch, changes: Iterable[Change]) -> Iterator[tuple[Any, Put | None]]:
+    """Each changed value, and the function that puts another one in its place."""
     for change in changes:
         kind, _, path = change.key[0].partition(" ")
-        module = watch.named.get(path.removeprefix("of ")) if kind == "self" else None
-        owned = change.owner if kind == "class" else vars(change.owner) if kind == "module" else {}
-        yield owned if module is None else vars(module), change.name
+        owner = watch.named.get(path.removeprefix("of ")) if kind == "self" else change.owner
+        yield _place(owner, change.name) if kind in ("self", "class", "module", "function") else (None, None)
+
+
+def _place(owner: Any, name: str) -> tuple[Any, Put | None]:
+    """The value that a module, a class or a function has under a name, and the function that replaces it."""
+    if isinstance(owner, types.ModuleType | type | nn.Module):
+        own = vars(owner)
+        return own.get(name), partial(setattr, owner, name) if isinstance(owner, type) else partial(
+            own.__setitem__, name
+        )
+    return parts(owner).get(name), part_put(owner, name)
 
 
 @contextmanager
@@ -675,7 +708,10 @@ def _shifted_clock(clock: Any, shift: float, name: str) -> Any:
 
 
 def refusal(change: Change | None, state: State, source: Source | None = None) -> PartcError:
-    """P0225 for a change that affects the traced program, or at a line that computes something else in each trace."""
+    """P0225 for a change that affects the traced program, or at a line that computes something else in each trace.
+
+    The line of forward says more than one of a function that it calls.
+    """
     if change is not None:
         what = f"forward changes {change.what}"
         helped = (
@@ -691,12 +727,16 @@ def refusal(change: Change | None, state: State, source: Source | None = None) -
         if change.key[0] in ("random", "numpy.random") or change.key == ("torch", "generator"):
             what = f"forward takes {change.what}" if change.key[0] != "torch" else f"forward sets {change.what}"
             helped = "draw with torch.rand, torch.randn or dropout, which packages draw anew in every step"
+        if source is None or not change.key[0].startswith("function "):
+            source = change_source(change, state) or source
         return PartcError(
             "P0225",
             f"{what}{'' if change.always else ', and then computes something else'}:"
             " a package would repeat the first step",
             help=helped,
-            source=change_source(change, state),
+            source=source
+            if source and change.key[0].startswith("function ")
+            else change_source(change, state) or source,
         )
     return PartcError(
         "P0225",
@@ -725,7 +765,7 @@ def change_source(change: Change, state: State) -> Source | None:
             _lines(state, lambda node: isinstance(node, ast.Attribute | ast.Name) and _word(node) in words), None
         )
 
-    variables = change.key[0].startswith(("module ", "closure"))
+    variables = change.key[0].startswith(("module ", "function "))
 
     def names(node: ast.AST) -> bool:
         return name in _words(node, variables)
@@ -742,8 +782,10 @@ def change_source(change: Change, state: State) -> Source | None:
             if node.func.attr in ("register_parameter", "register_buffer", "add_module", "register_module"):
                 return any(isinstance(arg, ast.Constant) and arg.value == name for arg in node.args)
             return names(node.func.value) or node.func.attr == name
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and names(node.func):
-            return True  # of an object
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            called = node.args[:1] if node.func.id == "next" else [node.func]  # an iterator, or an object
+            if any(map(names, called)):
+                return True
         if isinstance(node, ast.Call) and _word(node.func) == "setattr":
             return any(map(names, node.args[:2]))
         if isinstance(node, ast.FunctionDef):

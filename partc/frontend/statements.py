@@ -82,3 +82,10 @@ def enclosing_nodes(frame: FrameType | None) -> list[ast.AST]:
     """The syntax nodes around the value that a frame computes, outermost first; empty without source code."""
     span, tree = (None, None) if frame is None else (span_of(frame), tree_of(frame.f_code.co_filename))
     return [] if span is None or tree is None else path_to(tree, span)
+
+
+def only_written(frame: FrameType) -> bool:
+    """Whether a frame computes a value that it only writes: in a statement of its own, or as the key of an item."""
+    nodes = enclosing_nodes(frame)
+    key = nodes and isinstance(nodes[-1], ast.Subscript) and isinstance(nodes[-1].ctx, ast.Store)
+    return bool(key) or any(isinstance(node, ast.Expr) for node in nodes)

@@ -17,7 +17,7 @@ import partc
 from partc.errors import PartcError
 from partc.frontend.capture import Captured, capture
 from partc.frontend.model_files.model_file import load
-from partc.frontend.trace import trace_model
+from partc.frontend.trace import trace_file, trace_model
 from partc.ir.mesh import Mesh
 
 HEAD = """
@@ -158,6 +158,13 @@ def grid(n):
     found[..., 0] /= n
     found[:, 1:].mul_(torch.arange(float(n - 1)).view(-1, 1))
     return found[0]
+
+
+@functools.lru_cache
+def table_of(rates, n):
+    found = torch.zeros(n)
+    found[0::2] = torch.arange(float(n // 2)) * rates[: n // 2]
+    return found
 
 
 class Inner(nn.Module):
@@ -337,6 +344,8 @@ RIGHT = {
     "clock for a log": "start = time.time()\ny = self.up(x)\nself.n = time.time() - start\nreturn y",
     "lru_cache": "return self.up(x) * slopes(4)[2]",
     "lru_cache of a method": "return self.up(x) * self.numbers_up_to(6)",
+    "lru_cache of a buffer": "return self.up(x) * table_of(self.hollow, 6)",
+    "lru_cache beside a log": "self.items.append(x.shape)\nself.n += 1\nreturn self.up(x) * self.numbers_up_to(6)",
     "lru_cache on a device": "return self.up(x) * self.numbers_up_to(6).to(x.device)",
     "cache by size on a device": "if len(x) not in self.known:\n    self.known[len(x)] = torch.arange(6.0) + 1\n"
     "return self.up(x) * self.known[len(x)].to(x.device)",
@@ -503,6 +512,115 @@ def test_values_that_cannot_be_tried_are_listed(body: str, tmp_path: Path) -> No
 )
 def test_logs_need_no_assumption(body: str, tmp_path: Path) -> None:
     assert not traced(tmp_path, f"{body}\nreturn self.up(x)").assumed
+
+
+DATA = """
+import torch
+from torch import nn
+
+TEMPERATURE, RATES, CACHE, MODEL = 1.0, {"first": 1.0, "second": 1.0}, None, None
+
+
+class Settings:
+    scale = 1.0
+
+
+class Net(nn.Module):
+    gain = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return (self.up(x) * (READ)).square().mean()
+
+
+def model():
+    global MODEL
+    MODEL = Net()
+    return MODEL
+
+
+def batch():
+    return {"x": torch.randn(4, 6)}
+
+
+def data(step):
+    SET
+    return batch()
+
+
+def loss(model, batch):
+    return model(batch["x"])
+"""
+
+
+def of_data(folder: Path, sets: str, reads: str) -> Captured:
+    path = folder / "data.py"
+    path.write_text(DATA.replace("READ", reads).replace("SET", sets))
+    file = load(path, {})
+    return capture(file.model, file.batch, file.loss, precision="fp32", path=file.path)
+
+
+@pytest.mark.parametrize(
+    ("sets", "reads"),
+    [
+        ("global TEMPERATURE; TEMPERATURE = 0.9 ** step", "TEMPERATURE"),
+        ("RATES['first'] = step", "RATES['first']"),
+        ("RATES.update(first=step)", "RATES['first']"),
+        ("Settings.scale = step", "Settings.scale"),
+        ("setattr(Settings, 'scale', step)", "Settings.scale"),
+        ("Net.gain = step", "self.gain"),
+        ("MODEL.gain = step", "self.gain"),
+    ],
+)
+def test_values_that_data_sets_for_forward_are_refused(sets: str, reads: str, tmp_path: Path) -> None:
+    with pytest.raises(PartcError, match="data sets") as caught:
+        of_data(tmp_path, sets, reads)
+    assert caught.value.code == "P0225"
+    assert caught.value.source is not None and caught.value.source.line == DATA[: DATA.index("SET")].count("\n") + 1
+
+
+@pytest.mark.parametrize(
+    ("sets", "reads"),
+    [
+        ("global TEMPERATURE; TEMPERATURE = step", "2.0"),
+        ("RATES['second'] = step", "RATES['first']"),
+        ("global CACHE; CACHE = torch.ones(4) if CACHE is None else CACHE", "2.0"),
+        ("RATES.setdefault('first', 1.0) if 'first' not in RATES else None", "2.0"),
+        ("gain = step", "self.gain"),
+    ],
+)
+def test_values_that_data_sets_for_itself_are_let_be(sets: str, reads: str, tmp_path: Path) -> None:
+    assert not of_data(tmp_path, sets, reads).assumed
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "{'1': 2.0}.get(f'{x.mean().item()}', 3.0)",
+        "{'1': 2.0}.get(str(x.sum(0).argmax().item()), 3.0)",
+        "2.0 if len(repr(x.mean().item())) > 8 else 3.0",
+        "{7: 2.0}.get(int((x > 0).sum()), 3.0)",
+    ],
+)
+def test_unknown_numbers_that_forward_takes_for_known_ones_are_listed(table: str, tmp_path: Path) -> None:
+    path = tmp_path / "state.py"
+    path.write_text(HEAD + textwrap.indent(f"return self.up(x) * ({table})", " " * 8) + "\n" + TAIL)
+    (sentence,) = trace_file(path, {}, mesh=Mesh.parse("1")).assumed
+    assert "takes a number that a tensor holds for a known one" in sentence
+
+
+@pytest.mark.parametrize(
+    "table", ["{1.0: 2.0}.get(x.mean().item(), 3.0)", "2.0 if float(x.mean()).is_integer() else 3.0"]
+)
+def test_lookups_of_unknown_floats_are_refused(table: str, tmp_path: Path) -> None:
+    path = tmp_path / "state.py"
+    path.write_text(HEAD + textwrap.indent(f"return self.up(x) * ({table})", " " * 8) + "\n" + TAIL)
+    with pytest.raises(PartcError) as caught:
+        trace_file(path, {}, mesh=Mesh.parse("1"))
+    assert caught.value.code == "P0206"
 
 
 class FrozenLater(torch.nn.Module):

@@ -23,8 +23,7 @@ from partc.replaced import all_replaced
 from partc.torch_private import FakeTensor, said_class
 
 
-def length(x: Any, /) -> int:
-    """Python's `len`, which torch replaces for tensors."""
+def _length(x: Any, /) -> int:
     return x.size(0) if isinstance(x, Tensor) and x.dim() else builtins.len(x)
 
 
@@ -144,7 +143,7 @@ class _Float(float, metaclass=_Floats):
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "len": length,
+    "len": _length,
     "max": _extreme(max, "min", torch.maximum),
     "min": _extreme(min, "max", torch.minimum),
     "type": _Type,

@@ -26,7 +26,7 @@ from partc.frontend.repeats.copied_calls import UncopiedError
 from partc.frontend.repeats.marks import Repeats
 from partc.frontend.repeats.module_rows import UnequalError, WholeTrace
 from partc.frontend.results import Read
-from partc.frontend.selections.row_counts import RowCount
+from partc.frontend.selections.row_counts import RowCount, noting_known_numbers
 from partc.frontend.selections.selections import Selections
 from partc.frontend.state.constant_buffers import Recipe, recomputed
 from partc.frontend.state.first_steps import UnsettledError, step_of
@@ -156,7 +156,7 @@ class TracedStep(nn.Module):
             copying=self._copying,
         )
         try:
-            with self._constants_unchanged(values):
+            with self._constants_unchanged(values), noting_known_numbers() as lines:
                 found = self._watched_forward(tensors, repeats, values)
             reshaped = [
                 name
@@ -171,6 +171,9 @@ class TracedStep(nn.Module):
         for name, entry, version in zip(traced.names, tensors, versions, strict=True):
             if entry._version != version:
                 self._assume(f"The batch's entry {name} is changed in a copy: the next step reads it unchanged.")
+        for line in lines:
+            known = "where forward takes a number that a tensor holds for a known one"
+            self._assume(f"Packages repeat the first step at {line}, {known}.")
         first = next(iter(found.values()))
         self._report(
             TraceFindings(

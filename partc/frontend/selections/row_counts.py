@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -21,13 +24,16 @@ from torch import Tensor
 
 from partc.errors import PartcError, Source, untraced
 from partc.frontend.permissions import UNKNOWN_NUMBERS, permitted
-from partc.installed import line_of, user_frame
+from partc.frontend.statements import only_written
+from partc.installed import is_machinery, line_of, user_frame
 from partc.ir.program import Graph
+from partc.replaced import replaced
 
 # Comparisons with an integer that only test whether a count is zero, and their results if it is not.
 TESTS_OF_ZERO: Mapping[tuple[str, int], bool] = {
     ("eq", 0): False, ("ne", 0): True, ("gt", 0): True, ("ge", 1): True, ("lt", 1): False, ("le", 0): False,
 }  # fmt: skip
+_known = ContextVar[dict[Source, None] | None]("known", default=None)
 _COMPARED = ("eq", "ne", "gt", "ge", "lt", "le")
 
 
@@ -231,7 +237,7 @@ class PartSize(RowCount):
         return super()._computed(operate, other, swapped)
 
 
-def give_operators(kind: type, *, computed: str, refused: str) -> None:
+def give_operators(kind: type, *, computed: str, refused: str, methods: str) -> None:
     """Give a class of unknown numbers its operators: arithmetic by `_computed`, and comparisons by `_compared`.
 
     Arithmetic is refused where its result would look like a known number.
@@ -241,8 +247,8 @@ def give_operators(kind: type, *, computed: str, refused: str) -> None:
             setattr(kind, f"__{name}__", _arithmetic(getattr(operator, word), swapped))
     for word in _COMPARED:
         setattr(kind, f"__{word}__", _comparison(word))
-    for word in refused.split():
-        setattr(kind, f"__{word}__", _refused)
+    for name in (*(f"__{word}__" for word in refused.split()), *methods.split()):
+        setattr(kind, name, _refused)
 
 
 def _arithmetic(operate: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Any, Any], Any]:
@@ -257,10 +263,52 @@ def _refused(*_: Any) -> Any:
     raise unknown_number()
 
 
+def note_known(frame: FrameType | None) -> None:
+    """Note that a frame takes an unknown number for a known one, unless its statement only writes it."""
+    noted = _known.get()
+    if noted is not None and frame is not None and not only_written(frame):
+        noted[line_of(frame)] = None
+
+
+def _texts_of(plain: Any) -> dict[str, Callable[..., str]]:
+    """The methods of unknown numbers that make texts like those of a class. They note the line that runs, unless its
+    statement only writes the text.
+    """
+    represent, form = plain.__repr__, plain.__format__
+
+    def shown(number: Any, *given: str) -> str:
+        frame = sys._getframe(1)
+        if not is_machinery(frame.f_code.co_filename):
+            note_known(frame)
+        return str(form(number, *given) if given else represent(number))
+
+    return dict.fromkeys(("__repr__", "__str__", "__format__"), shown)
+
+
+def give_texts(kind: type, plain: type) -> None:
+    """Give a class of unknown numbers the texts of a class of known ones."""
+    for name, shown in _texts_of(plain).items():
+        setattr(kind, name, shown)
+
+
+@contextmanager
+def noting_known_numbers() -> Iterator[dict[Source, None]]:
+    """A context that yields the lines that take unknown numbers for known ones: as texts, or as plain numbers."""
+    lines: dict[Source, None] = {}
+    token = _known.set(lines)
+    try:
+        with replaced(torch.SymInt, **_texts_of(torch.SymInt)), replaced(torch.SymFloat, **_texts_of(torch.SymFloat)):
+            yield lines
+    finally:
+        _known.reset(token)
+
+
+give_texts(RowCount, int)
 give_operators(
     RowCount,
     computed="add sub mul truediv floordiv pow",
     refused="mod rmod abs round divmod rdivmod lshift rshift and or xor ceil floor trunc invert",
+    methods="bit_length bit_count to_bytes as_integer_ratio",
 )
 
 

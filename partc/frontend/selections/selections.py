@@ -22,6 +22,7 @@ Counts that a model lists (`counts.tolist()`) divide a tensor into parts of cons
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,7 @@ from partc.frontend.selections.row_counts import (
     PartSize,
     RowCount,
     ValueNumber,
+    note_known,
     unknown_number,
     without_counts,
 )
@@ -55,6 +57,7 @@ from partc.frontend.selections.value_floats import ValueFloat
 from partc.frontend.statements import enclosing_nodes
 from partc.frontend.torch_call import TorchCall
 from partc.frontend.traceable_forms.functions import fixed_bincount
+from partc.installed import user_frame
 from partc.ir.program import MODULE_MARK
 from partc.torch_private import without_modes, without_overriding
 
@@ -614,6 +617,8 @@ class Selections:
             if name in ("__bool__", "is_nonzero"):
                 return self.tests.nonempty(mask)
             number = self._number_of(mask)
+            if name in ("__int__", "__float__"):
+                note_known(user_frame(sys._getframe(1)))
             return number if name == "item" else float(int(number)) if name == "__float__" else int(number)
         found = self._counts.answer(x)
         if found is None:

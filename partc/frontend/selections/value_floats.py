@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +22,9 @@ import torch
 from torch import Tensor
 
 from partc.frontend.permissions import UNKNOWN_NUMBERS, permitted
-from partc.frontend.selections.row_counts import RowCount, give_operators
+from partc.frontend.selections.row_counts import RowCount, give_operators, give_texts, unknown_number
+from partc.frontend.statements import only_written
+from partc.installed import is_machinery
 from partc.replaced import replaced
 
 # Functions of Python's `math` with those of torch.
@@ -52,7 +55,13 @@ class ValueFloat(float):
         """The number in a tensor of one element. C code reads `shown` - 3.63 in its place, or nan for 1."""
         return cls(x.detach().reshape(()).double(), shown - 3.63 if shown > 1 else math.nan)
 
-    __hash__ = float.__hash__
+    def __hash__(self) -> int:
+        """Raise PartcError P0206 in a lookup: tables would never have the number."""
+        frame = sys._getframe(1)
+        if not is_machinery(frame.f_code.co_filename) and not only_written(frame):
+            raise unknown_number()
+        return float.__hash__(self)
+
     __class__ = property(lambda number: float)
 
     def tensor(self, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -116,8 +125,12 @@ def _type_with(x: Tensor) -> torch.dtype:
     return x.dtype if x.is_floating_point() else torch.get_default_dtype()
 
 
+give_texts(ValueFloat, float)
 give_operators(
-    ValueFloat, computed="add sub mul truediv floordiv mod pow", refused="int trunc floor ceil round divmod rdivmod"
+    ValueFloat,
+    computed="add sub mul truediv floordiv mod pow",
+    refused="int trunc floor ceil round divmod rdivmod",
+    methods="is_integer as_integer_ratio hex",
 )
 
 

@@ -45,7 +45,7 @@ Put = Callable[[Any], object]  # gives a place another value
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class ValuePlace:
     """A value and its place; a place without `put` is fixed. Nothing is known about later values."""
 
     value: Any
@@ -61,17 +61,17 @@ class Leaf:
         """Whether a trace with the opposite value shows every branch on it, or notes the lines of the others."""
         return False
 
-    def oppose(self, before: Leaf, uses: Uses) -> bool:
+    def oppose(self, before: ValuePlace, uses: Uses) -> bool:
         """Put the value from before the last step with the opposite outcome of comparisons; False if that is not
         possible.
         """
         return False
 
-    def advance(self, before: Leaf, steps: int) -> bool:
+    def advance(self, before: ValuePlace, steps: int) -> bool:
         """Put the value after so many further steps like the one since `before`; False if it is not known."""
         return False
 
-    def reach(self, before: Leaf, number: float, ahead: bool) -> bool:
+    def reach(self, before: ValuePlace, number: float, ahead: bool) -> bool:
         """Put this number, or the one from which the next step would come to it; False if that is not possible."""
         return False
 
@@ -86,7 +86,7 @@ class Leaf:
         return self.put is not None
 
 
-class Number(Leaf):
+class Number(ValuePlace):
     """A number, also of NumPy."""
 
     @property
@@ -97,14 +97,14 @@ class Number(Leaf):
     def exact(self) -> bool:
         return type(self.value) in (int, float)
 
-    def oppose(self, before: Leaf, uses: Uses) -> bool:
+    def oppose(self, before: ValuePlace, uses: Uses) -> bool:
         number = before.value.item() if hasattr(before.value, "item") else before.value
         return isinstance(before, Number) and self._replace(opposite(number, uses))
 
-    def advance(self, before: Leaf, steps: int) -> bool:
+    def advance(self, before: ValuePlace, steps: int) -> bool:
         return isinstance(before, Number) and self._set(self.value + (self.value - before.value) * steps)
 
-    def reach(self, before: Leaf, number: float, ahead: bool) -> bool:
+    def reach(self, before: ValuePlace, number: float, ahead: bool) -> bool:
         return isinstance(before, Number) and self._set(number - (self.value - before.value) * ahead)
 
     def _set(self, number: Any) -> bool:
@@ -115,23 +115,23 @@ class Number(Leaf):
 
 
 @dataclass(frozen=True, slots=True)
-class Items(Leaf):
+class Items(ValuePlace):
     """An iterator of Python."""
 
     held: Any  # a copy; None for a generator
     state: Any
 
-    def oppose(self, before: Leaf, uses: Uses) -> bool:
+    def oppose(self, before: ValuePlace, uses: Uses) -> bool:
         copied = copy.copy(before.held) if isinstance(before, Items) and before.held is not None else self.value
         return self._replace(OppositeItems(copied, uses))
 
-    def advance(self, before: Leaf, steps: int) -> bool:
+    def advance(self, before: ValuePlace, steps: int) -> bool:
         later = copy.copy(self.held)
         return later is not None and self._replace(later) and sum(1 for _ in islice(later, steps)) > 0
 
 
 @dataclass(frozen=True, slots=True)
-class Length(Leaf):
+class Length(ValuePlace):
     """A container or a text that may grow or shrink."""
 
     held: Any  # a copy
@@ -146,14 +146,14 @@ class Length(Leaf):
     def exact(self) -> bool:
         return isinstance(self.value, MUTABLE)
 
-    def oppose(self, before: Leaf, uses: Uses) -> bool:
+    def oppose(self, before: ValuePlace, uses: Uses) -> bool:
         """Note the container, whose length is opposite: see `Uses.length`."""
         if isinstance(before, Length) and self.exact:
             uses.lengths.add(id(self.value))
             _fill(self.value, before.held)
         return self.exact
 
-    def advance(self, before: Leaf, steps: int) -> bool:
+    def advance(self, before: ValuePlace, steps: int) -> bool:
         more = (len(self.held) - len(before.held)) * steps if isinstance(before, Length) else 0
         length = max(0, len(self.held) + more)
         match self.value:
@@ -177,11 +177,11 @@ class Length(Leaf):
     def restore(self) -> None:
         if self.exact:
             _fill(self.value, self.held)
-        Leaf.restore(self)
+        ValuePlace.restore(self)
 
 
 @dataclass(frozen=True, slots=True)
-class Array(Leaf):
+class Array(ValuePlace):
     """An array of numbers, also of bytes."""
 
     held: Any  # a copy
@@ -194,7 +194,7 @@ class Array(Leaf):
     def exact(self) -> bool:
         return True
 
-    def oppose(self, before: Leaf, uses: Uses) -> bool:
+    def oppose(self, before: ValuePlace, uses: Uses) -> bool:
         if not isinstance(before, Array):
             return False
         if isinstance(self.value, _PYTHONS_ARRAYS):  # a list behaves alike
@@ -203,7 +203,7 @@ class Array(Leaf):
             return self._replace(made)
         return self._replace(opposite_array(before.held.copy(), uses))
 
-    def advance(self, before: Leaf, steps: int) -> bool:
+    def advance(self, before: ValuePlace, steps: int) -> bool:
         if not isinstance(before, Array):
             return False
         if isinstance(self.value, _PYTHONS_ARRAYS):
@@ -216,7 +216,7 @@ class Array(Leaf):
         with _numpy().errstate(all="ignore"):
             return self._write(self.held + (self.held - before.held) * steps)
 
-    def reach(self, before: Leaf, number: float, ahead: bool) -> bool:
+    def reach(self, before: ValuePlace, number: float, ahead: bool) -> bool:
         if not isinstance(before, Array) or isinstance(self.value, _PYTHONS_ARRAYS):
             return False
         change = self.held - before.held
@@ -231,13 +231,13 @@ class Array(Leaf):
             self.value[:] = self.held
         elif self.value.flags.writeable:
             self.value[...] = self.held
-        Leaf.restore(self)
+        ValuePlace.restore(self)
 
 
-Counters = Mapping[Key, Leaf]
+Counters = Mapping[Key, ValuePlace]
 
 
-def counters(places: Iterable[tuple[Any, Put | None]]) -> dict[Key, Leaf]:
+def counters(places: Iterable[tuple[Any, Put | None]]) -> dict[Key, ValuePlace]:
     """The leaves at places, given as their values and the functions that put others there, and below them, by key."""
     seen: dict[int, Any] = {}
     return {key: leaf for index, (value, put) in enumerate(places) for key, leaf in _leaves(value, put, (index,), seen)}
@@ -260,7 +260,7 @@ def part_put(value: Any, name: str) -> Put | None:
     return None
 
 
-def _leaves(value: Any, put: Put | None, key: Key, seen: dict[int, Any]) -> Iterator[tuple[Key, Leaf]]:
+def _leaves(value: Any, put: Put | None, key: Key, seen: dict[int, Any]) -> Iterator[tuple[Key, ValuePlace]]:
     numpy = _numpy()
     if type(value) in (int, float, OppositeInt, OppositeFloat) or (numpy and isinstance(value, numpy.number)):
         yield key, Number(value, put)
@@ -270,14 +270,14 @@ def _leaves(value: Any, put: Put | None, key: Key, seen: dict[int, Any]) -> Iter
         return
     if isinstance(value, (*CONSTANTS, Enum)):
         if not isinstance(value, bool | int | float):  # both booleans are tried; other numbers are unknown
-            yield key, Leaf(value, put)
+            yield key, ValuePlace(value, put)
         return
     if id(value) in seen or len(key) > DEPTH or isinstance(value, Tensor):
         return
     seen[id(value)] = value
     if isinstance(value, _PYTHONS_ARRAYS) or (numpy and isinstance(value, numpy.ndarray)):
         numbers = isinstance(value, _PYTHONS_ARRAYS) or value.dtype.kind in "iuf"
-        yield key, Array(value, put, copy.copy(value)) if numbers else Leaf(copy.copy(value), put)
+        yield key, Array(value, put, copy.copy(value)) if numbers else ValuePlace(copy.copy(value), put)
     elif isinstance(value, (tuple, dict, *_LISTS, *_SETS)):
         yield key, Length(value, put, copy.copy(value))
         if len(value) <= _MOST:
@@ -290,7 +290,7 @@ def _leaves(value: Any, put: Put | None, key: Key, seen: dict[int, Any]) -> Iter
             yield from _leaves(item, part_put(value, name), (*key, name), seen)
 
 
-def _below(value: Any, put: Put | None, key: Key, seen: dict[int, Any]) -> Iterator[tuple[Key, Leaf]]:
+def _below(value: Any, put: Put | None, key: Key, seen: dict[int, Any]) -> Iterator[tuple[Key, ValuePlace]]:
     """The leaves of the items of a container."""
     if isinstance(value, _SETS):
         return

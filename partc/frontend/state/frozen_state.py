@@ -33,11 +33,12 @@ from torch import Tensor, fx, nn
 from partc.errors import PartcError, Source
 from partc.frontend.state.caches import cached_values, caches
 from partc.frontend.state.comparable import CONSTANTS, DEPTH, comparable_copy, is_code, is_users, parts
-from partc.frontend.state.counters import LATE, Counters, Key, Leaf, Put, counters, part_put
+from partc.frontend.state.counters import LATE, Counters, Key, Put, ValuePlace, counters, part_put
 from partc.frontend.state.generator_states import KeptStates
 from partc.frontend.state.kept_attributes import MEMBERS, Contents
 from partc.frontend.state.opposite_numbers import Uses, numbers_in
 from partc.frontend.state.other_numbers import TRIES, is_generator, other_numbers
+from partc.frontend.state.set_by_data import check_data
 from partc.frontend.state.stateful_code import CLOCKS, may_keep_state, stateful_lines, user_modules
 from partc.frontend.state.trace_comparison import TracedNode, effects_signature, first_difference
 from partc.installed import line_of, shortened, user_frame
@@ -418,6 +419,10 @@ class StateWatch:
         change = Change(key=("members", "buffers"), what="", owner=None, name=name, tensors=True)
         return None if self.state is None else change_source(change, self.state)
 
+    def has_tensors(self, key: tuple[str, str]) -> bool:
+        """Whether a value has tensors after the last trace."""
+        return self.state is not None and _has_tensors(self.state.value(key))
+
     def settled(self, attribute: str) -> bool:
         """Whether the last trace has left an attribute of this path as it was."""
         owner, _, name = attribute.rpartition(".")
@@ -470,6 +475,8 @@ def check(
         seeds = change.key == ("torch", "generator")
         if change.always or (seeds and draws_random_numbers(exported)):
             raise refusal(change, state)
+    if kept:
+        check_data(state.modules)
     changed = first.keys() if kept else first.keys() - tried
     if not changed and not (kept and may_keep_state(state.modules)):
         return
@@ -487,7 +494,9 @@ def check(
                     other = effects_signature(again(), known)
             except (PartcError, AssertionError):  # the export meets a tensor that the first trace kept
                 other = ()
-        settled = not any(key in watch.changes for key in first)
+        settled = not any(
+            change.tensors or watch.has_tensors(key) for key, change in watch.changes.items() if key in first
+        )
         if (node := first_difference(plain, other, filled=settled)) is not None:
             still = [change for key, change in first.items() if key in watch.changes] or list(first.values())
             source = node.source if other else None
@@ -564,7 +573,7 @@ class _LaterTraces:
             if not lines and not last.failure and not known:
                 yield f"Packages repeat the first step. Later values of {self._named(own)} are not all known."
 
-    def _try_numbers(self, moved: Mapping[Key, tuple[Leaf, Leaf]], code: Iterable[CodeType]) -> None:
+    def _try_numbers(self, moved: Mapping[Key, tuple[ValuePlace, ValuePlace]], code: Iterable[CodeType]) -> None:
         """Try the values of the next steps, and the numbers in the code that reads them."""
         for steps in range(1, _NEXT):
             self._trace(moved, lambda key, before, now, n=steps: now.advance(before, n))  # type: ignore[misc]
@@ -574,7 +583,11 @@ class _LaterTraces:
                 self._trace(moved, lambda key, before, now, n=number, a=ahead: now.reach(before, n, a))  # type: ignore[misc]
 
     def _trace(
-        self, moved: Mapping[Key, tuple[Leaf, Leaf]], put: Callable[[Key, Leaf, Leaf], bool], *, late: bool = True
+        self,
+        moved: Mapping[Key, tuple[ValuePlace, ValuePlace]],
+        put: Callable[[Key, ValuePlace, ValuePlace], bool],
+        *,
+        late: bool = True,
     ) -> _Outcome:
         """Trace with other values. Raises PartcError P0225 if the trace differs."""
         failure, other = "", None

@@ -8,7 +8,6 @@ if self.n in {50, 100}:           a lookup, which no opposite number decides: it
 
 from __future__ import annotations
 
-import ast
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -16,9 +15,10 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
+from torch import Tensor
+
 from partc.errors import Source
-from partc.frontend.branches.builtin_numbers import length
-from partc.frontend.statements import enclosing_nodes
+from partc.frontend.statements import only_written
 from partc.installed import is_machinery, line_of
 
 _LONGEST = 10_000  # comparisons of a trace; a loop on an opposite number may never end
@@ -43,9 +43,9 @@ class Uses:
     lengths: set[int] = field(default_factory=set)  # identities of containers whose lengths are opposite
 
     def length(self, x: Any, frame: FrameType) -> int:
-        """Python's `len`, opposite for these containers."""
+        """Python's `len` as traces have it, opposite for these containers."""
         if id(x) not in self.lengths:
-            return length(x)
+            return x.size(0) if isinstance(x, Tensor) and x.dim() else len(x)
         made: int = made_at(frame, len(x), self)
         return made
 
@@ -69,13 +69,6 @@ def numbers_in(constants: Iterable[Any]) -> Iterator[float]:
             yield from numbers_in(each)
         elif isinstance(each, int | float) and not isinstance(each, bool):
             yield each
-
-
-def only_written(frame: FrameType) -> bool:
-    """Whether a frame computes a value that it only writes: in a statement of its own, or as the key of an item."""
-    nodes = enclosing_nodes(frame)
-    key = nodes and isinstance(nodes[-1], ast.Subscript) and isinstance(nodes[-1].ctx, ast.Store)
-    return bool(key) or any(isinstance(node, ast.Expr) for node in nodes)
 
 
 def opposite(value: float, uses: Uses) -> Any:

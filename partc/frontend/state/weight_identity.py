@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
+from partc.frontend.by_tensor import ByTensor
 from partc.installed import is_machinery
 from partc.torch_private import say_class, saying_classes
 
@@ -32,6 +33,7 @@ class ConstructedWeights:
             for name, x in getattr(module, store).items()
             if x is not None
         }
+        self._stood: ByTensor[Tensor] = ByTensor()  # the weight of each stand-in, also of earlier traces
 
     def stand_ins(self, left_out: Set[str] = frozenset()) -> Iterator[tuple[str, Tensor, Tensor]]:
         """The name of each weight, the tensor that stands for it now, and the weight, without modules left out."""
@@ -61,23 +63,28 @@ class ConstructedWeights:
         `identity` is the `id` of other objects, and `line` finds the line that assigns to an attribute. Raises
         PartcError P0225 if tensors, numbers or texts among the attributes have changed.
         """
-        standing = {id(now): weight for _, now, weight in self.stand_ins(left_out)}
+        for _, now, weight in self.stand_ins(left_out):
+            self._stood[now] = weight
         self.give_attributes(left_out)
         before = [(name, x, _attributes(x)) for name, x, _ in self.stand_ins(left_out)]
         equal = Tensor.__eq__
         own_hash: Callable[[Tensor], int] = Tensor.__hash__
 
+        def weight_of(x: Any) -> Any:
+            weight = self._stood.get(x)
+            return x if weight is None else weight
+
         def identity_made(x: Any) -> int:
-            return identity(standing.get(id(x), x))
+            return identity(weight_of(x))
 
         def hashed(x: Tensor) -> int:
-            if id(x) not in standing or is_machinery(sys._getframe(1).f_code.co_filename):
+            if x not in self._stood or is_machinery(sys._getframe(1).f_code.co_filename):
                 return own_hash(x)
             Tensor.__eq__ = same  # type: ignore[method-assign, assignment]
             return identity_made(x)
 
         def same(x: Tensor, other: Any) -> Any:
-            alike = isinstance(other, Tensor) and standing.get(id(x), x) is standing.get(id(other), other)
+            alike = isinstance(other, Tensor) and weight_of(x) is weight_of(other)
             return (alike and x is not other) or equal(x, other)
 
         Tensor.__hash__ = hashed  # type: ignore[method-assign]

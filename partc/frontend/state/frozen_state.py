@@ -519,6 +519,9 @@ def check(
         assume(sentence)
 
 
+_Moved = Mapping[Key, tuple[ValuePlace, ValuePlace]]  # each value before and behind the second trace
+
+
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     """The outcome of a trace that is equal to the first one, or fails."""
@@ -573,7 +576,7 @@ class _LaterTraces:
             if not lines and not last.failure and not known:
                 yield f"Packages repeat the first step. Later values of {self._named(own)} are not all known."
 
-    def _try_numbers(self, moved: Mapping[Key, tuple[ValuePlace, ValuePlace]], code: Iterable[CodeType]) -> None:
+    def _try_numbers(self, moved: _Moved, code: Iterable[CodeType]) -> None:
         """Try the values of the next steps, and the numbers in the code that reads them."""
         for steps in range(1, _NEXT):
             self._trace(moved, lambda key, before, now, n=steps: now.advance(before, n))  # type: ignore[misc]
@@ -583,11 +586,7 @@ class _LaterTraces:
                 self._trace(moved, lambda key, before, now, n=number, a=ahead: now.reach(before, n, a))  # type: ignore[misc]
 
     def _trace(
-        self,
-        moved: Mapping[Key, tuple[ValuePlace, ValuePlace]],
-        put: Callable[[Key, ValuePlace, ValuePlace], bool],
-        *,
-        late: bool = True,
+        self, moved: _Moved, put: Callable[[Key, ValuePlace, ValuePlace], bool], *, late: bool = True
     ) -> _Outcome:
         """Trace with other values. Raises PartcError P0225 if the trace differs."""
         failure, other = "", None
@@ -599,7 +598,7 @@ class _LaterTraces:
                     other = effects_signature(self.again(), self.known)
                     left = [(value, None) for _, _, value in self.watch.ends]
                     found = counters([*left, *_places(self.watch, self.changes)])
-                    kept = frozenset(id(leaf.value) for leaf in found.values())
+                    kept = frozenset(id(each.value) for each in found.values())
             except self.stops:
                 raise
             except Exception as error:  # such as a report of values: the branch's code cannot be traced

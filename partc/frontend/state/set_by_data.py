@@ -94,7 +94,7 @@ def _set(function: ast.FunctionDef) -> Iterator[tuple[str, str, ast.expr]]:
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:
             target: ast.expr = node.func.value
-        elif isinstance(node, ast.Call) and _name(node.func) == "setattr" and isinstance(node.args[-2], ast.Constant):
+        elif isinstance(node, ast.Call) and _name(node.func) == "setattr" and isinstance(node.args[1], ast.Constant):
             target = ast.copy_location(ast.Attribute(node.args[0], str(node.args[1].value), ast.Store()), node)
         elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
             target = node

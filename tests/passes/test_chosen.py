@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 import partc
+from partc.api import compilation
+from partc.compilation.options import Options
 from partc.ir.program import Program
 
 CHOSEN = Path(__file__).parents[1] / "models" / "chosen.py"
@@ -54,8 +56,8 @@ def test_only_chosen_rows_are_computed(
 )
 def test_every_row_is_computed_where_it_counts(style: str) -> None:
     """Without the axis ep such models stay as they are."""
-    package = partc.compile(CHOSEN, mesh="dp=2", precision="fp64", options={"style": style})
-    assert not rows(package.program)
+    done = compilation(CHOSEN, None, Options.checked(mesh="dp=2"), model_options={"style": style}, until="dense")
+    assert not rows(done.after("dense"))
 
 
 @pytest.mark.sampled

@@ -110,12 +110,12 @@ class Settled:
 
 
 class Property:
-    calls = 0
+    turns = 0
 
     @property
     def number(self):
-        self.calls += 1
-        return self.calls
+        self.turns += 1
+        return self.turns
 
 
 def bumped(box):
@@ -124,19 +124,19 @@ def bumped(box):
 
 
 class Static:
-    calls = 0
+    turns = 0
 
     @classmethod
     def tick(cls):
-        cls.calls += 1
-        return cls.calls
+        cls.turns += 1
+        return cls.turns
 
     @staticmethod
     def seen(box=[0]):
         return bumped(box)
 
     class Inside:
-        calls = 0
+        turns = 0
 
 
 COUNTING, NUMBERS, TICKS, PARTIAL, SLOTS = counting(), itertools.count(1), ticks(), functools.partial(bumped, [0]), Slots()
@@ -448,7 +448,7 @@ GROWING = {
     "property": ("", "PROPERTY.number"),
     "class method": ("", "Static.tick()"),
     "static method": ("", "Static.seen()"),
-    "class within a class": ("Static.Inside.calls += 1", "Static.Inside.calls"),
+    "class within a class": ("Static.Inside.turns += 1", "Static.Inside.turns"),
     "context variable": ("VAR.set(VAR.get() + 1)", "VAR.get()"),
 }
 

@@ -15,7 +15,7 @@ from partc.errors import InternalError, Source
 from partc.ir.collectives import COLLECTIVES
 from partc.ir.fx_calls import operation
 from partc.ir.gradients import reached
-from partc.ir.layout import Sizes
+from partc.ir.layout import Sizes, SubDim
 from partc.ir.naming import gradient_name, gradient_owner, is_gradient
 from partc.ir.operations import RANDOM, effects
 from partc.ir.operators import DTYPE_NAMES
@@ -63,6 +63,7 @@ def split(traced: fx.Graph, region: Region, roots: frozenset[str], live: set[str
     reader = _Reader(region, sizes, behind, zeros)
     reader.claim_all(zip(placeholders, arguments, strict=False))
     reader.claim_all(zip(tangents, (gradient_name(name) for name in carrying), strict=True))
+    reader.part_layouts(nodes)
     reader.claim_all((node, gradient_name(name)) for name, node in wanted.items())
     reader.name(nodes)
     incoming = tuple(Value(name=gradient_name(name), type=_gradient(reader.types[name])) for name in carrying)
@@ -286,6 +287,21 @@ class _Reader:
                 self._holders.setdefault(name, _origin(node))
                 self._taken.add(name)
 
+    def part_layouts(self, nodes: Iterable[fx.Node]) -> None:
+        """Flag the marks of gradients that equal one of another layout, and so are values of their own: the gradient of
+        `repeat` with one copy on each rank is the copies' for its result, and a contribution to the operand's.
+        """
+        known: dict[fx.Node, TensorType | None] = {}
+        for node in (node for node in nodes if operation(node) == "mark_grad"):
+            origin, mine = _origin(node), self.types[str(node.args[1])]
+            first = self._gradient_type(self._names[origin]) if origin in self._names else mine
+            other = known.setdefault(origin, first)
+            if other is not None and self._cuts(other) != self._cuts(mine):
+                node.meta[_RELAID], known[node] = True, mine
+
+    def _cuts(self, type: TensorType) -> tuple[tuple[SubDim, ...], ...]:
+        return type.layout.normalized(self._sizes).dims
+
     def name(self, nodes: list[fx.Node]) -> None:
         """Name every node: by its mark, else after the next named value that depends on it.
 
@@ -294,10 +310,7 @@ class _Reader:
         for node in nodes:
             if operation(node) in ("mark", "mark_grad"):
                 name = str(node.args[1])
-                if operation(node) == "mark_grad":
-                    node.meta[_RELAID] = self._is_relaid(name, node)
-                    name = self._gradient_name(name, node)
-                self.claim_all([(node, name)])
+                self.claim_all([(node, self._gradient_name(name, node) if operation(node) == "mark_grad" else name)])
         for node in reversed(nodes):
             heirs = [self._labels[user] for user in node.users if user in self._labels]
             if node not in self._behind:
@@ -306,14 +319,6 @@ class _Reader:
         for node in nodes:
             if node.op == "call_function" and _origin(node) not in self._names and not _is_tuple(node):
                 self._names[_origin(node)] = self.fresh(self._unmarked_name(_origin(node)))
-
-    def _is_relaid(self, name: str, node: fx.Node) -> bool:
-        """Whether a value's gradient equals one of another layout: of `repeat` with one copy on each rank, the gradient
-        of the copies is a contribution to the operand's.
-        """
-        other = self._gradient_type(self._names.get(_origin(node), ""))
-        mine = self.types[name].layout.normalized(self._sizes)
-        return other is not None and other.layout.normalized(self._sizes).dims != mine.dims
 
     def _gradient_name(self, name: str, node: fx.Node) -> str:
         """The name of a value's gradient.

@@ -17,6 +17,7 @@ from partc.ir.program import Op, TensorType
 from partc.rules.tried import rule_of
 
 EXPERTS = "experts"
+_OWN = frozenset({"own_gradient", "incoming_gradient"})  # gradients that a model computes itself
 
 Label = str | tuple[str, str]  # the second kind are factors of an operation's operands alone
 Form = tuple[tuple[Label, int], ...]
@@ -58,10 +59,10 @@ def blocks_by_dim(shape: Sequence[int], form: Form) -> list[Form] | None:
 def operand_forms(op: Op, result: str, form: Form, types: Mapping[str, TensorType]) -> list[Form] | None:
     """The form of each operand of an operation, by the form of one of its results.
 
-    None if the operation has no rule, draws random numbers, or does not compute each expert's elements from the same
-    expert's.
+    None if the operation has no rule, draws random numbers, has a gradient of the model's own, or does not compute each
+    expert's elements from the same expert's.
     """
-    rule = None if op.name in RANDOM or op.body else rule_of(op, types)
+    rule = None if op.name in RANDOM | _OWN or op.body else rule_of(op, types)
     place = next(index for index, value in enumerate(op.results) if value.name == result)
     blocks = blocks_by_dim(op.results[place].type.shape, form)
     if rule is None or blocks is None:

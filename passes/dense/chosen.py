@@ -34,11 +34,13 @@ from partc.passes.route.rows import RowWriter
 from partc.passes.route.writes import Distinct
 from partc.rules import is_elementwise
 from partc.rules.integer_bounds import IntegerBounds, bounds_of_graph
+from partc.rules.local import SHAPES
 from partc.rules.rule import argument, integers
 from partc.rules.shapes import copies
 
 _MOVES = frozenset({"reshape", "permute", "expand", "repeat"})
 _ORDERS = frozenset({"reshape", "permute"})
+_DIMS = {"slice": 1, "split": 2, "repeat_interleave": 2}  # the positions of these operations' dimensions
 
 
 class _NotByRowError(Exception):
@@ -177,6 +179,14 @@ def _letters(op: Op, shapes: Sequence[tuple[int, ...]]) -> tuple[list[str], str]
     return [], ""
 
 
+def _counts_places(op: Op, dim: int) -> bool:
+    """Whether arguments of an operation count the places of a dimension of its results."""
+    if op.name in ("conv1d", "conv2d", "conv3d"):
+        return dim == 1  # the number of groups
+    along = argument(op, _DIMS[op.name], "dim", 0) if op.name in _DIMS else None
+    return isinstance(along, int) and along % len(op.results[0].type.shape) == dim
+
+
 @dataclass(slots=True)
 class _ChosenRows:
     """Follows rows from a sum over experts back to the copies of the tokens."""
@@ -263,16 +273,17 @@ class _ChosenRows:
             return None
         given = [self.fixed(*operand) for operand in zip(op.refs(), forms, strict=True)]
         numbers = [None if each is None else each[0] for each in given]
+        known = [number for number in numbers if number is not None]
         match op.name, numbers:
             case (("eq" | "ne"), [_, _]):
                 return self._compared(op, forms)
             case (("sum" | "any" | "amax"), [0]):
                 return self._over_choices(given[0], labels(form))
-            case (("mul" | "logical_and" | "bitwise_and"), _) if 0 in numbers:
+            case (("mul" | "logical_and" | "bitwise_and"), _) if 0 in numbers and math.prod(known) == 0:  # no 0 · ∞
                 return given[numbers.index(0)]
-            case "add", _ if -math.inf in numbers:
+            case "add", _ if sum(known) == -math.inf:  # no ∞ − ∞
                 return given[numbers.index(-math.inf)]
-            case (("div" | "expert_matmul"), [0, *_]) if isinstance(op.args[0], Ref):
+            case (("div" | "expert_matmul"), [0, None, *_]):
                 return given[0]
             case "masked_fill", [_, 1] if isinstance(op.args[2], int | float):
                 return self._with(given[1], float(op.args[2]))
@@ -280,7 +291,7 @@ class _ChosenRows:
                 return self._with(given[0], self._filled(op.args[2 if number == 0 else 1]))
         if None in given or len({choice for _, choice in filter(None, given)}) != 1:
             return None
-        return self._with(given[0], self._computed(op, name, [number for number in numbers if number is not None]))
+        return self._with(given[0], self._computed(op, name, known))
 
     @staticmethod
     def _with(found: tuple[float, _Choice] | None, number: float | None) -> tuple[float, _Choice] | None:
@@ -395,6 +406,8 @@ class _ChosenRows:
             self.multiplied |= op.name == "expert_matmul"
             names = [self.only(*operand) for operand in zip(op.refs(), forms, strict=True)]
             place = self._place(name, form)
+            if _counts_places(op, place):
+                raise _NotByRowError
             shapes = [self._of_chosen(value.type.shape, place) for value in op.results]
             if op.name in _MOVES and math.prod(w.shape(names[0])) == math.prod(shapes[0]):
                 self._written[key] = [self._reshaped(names[0], shapes[0], f"{name}_chosen")]  # no copies
@@ -409,8 +422,9 @@ class _ChosenRows:
             type = TensorType.replicated(value.type.dtype, shape)
             results.append(Value(name=unique(f"{value.name}_chosen", w.taken), type=type))
         again = replace(op.reading(names), results=tuple(results))
-        if op.name in ("reshape", "expand"):
-            again = replace(again, args=(again.args[0], shapes[0]))
+        if op.name in SHAPES:
+            place = SHAPES[op.name]
+            again = replace(again, args=(*again.args[:place], shapes[0], *again.args[place + 1 :]))
         elif op.name == "repeat":
             again = replace(again, args=(again.args[0], copies(w.shape(names[0]), shapes[0])))
         w.keep(again)
@@ -438,7 +452,8 @@ class _ChosenRows:
         w, op, count = self.writer, self.facts.makers.get(name), self.choice.count
         if op is not None and op.name == "scatter" and isinstance(op.args[3], Ref) and not op.attrs:
             found = self._scattered(op, form)
-            if found is not None and found[1] == self.choice and self._once(self.choice):
+            alike = w.shape(op.args[3].name) == w.shape(self.choice.name)  # torch reads a part of a larger source
+            if alike and found is not None and found[1] == self.choice and self._once(self.choice):
                 return self._laid(op.args[3].name, self.choice.form, name, form)
         order = (*self.choice.tokens, (EXPERTS, self.experts))
         tokens = math.prod(size for _, size in self.choice.tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +18,16 @@ class Expert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
+
+
+class Steered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad + 0.01
 
 
 class Mixture(nn.Module):
@@ -104,6 +116,11 @@ class Mixture(nn.Module):
             out = out + (best * (chosen == number)).sum(-1, keepdim=True) * expert(x)
         return out
 
+    def larger(self, x: Tensor, logits: Tensor) -> Tensor:
+        """The scatter reads the first numbers of each token."""
+        best, chosen = logits.topk(CHOICES, -1)
+        return self.mixed(x, torch.zeros_like(logits).scatter(-1, chosen, logits.detach())) * best.sum()
+
     # Forms of which every expert counts
 
     def threshold(self, x: Tensor, logits: Tensor) -> Tensor:
@@ -150,6 +167,29 @@ class Mixture(nn.Module):
         best, chosen = logits.topk(CHOICES, -1)
         scores = torch.zeros_like(logits).scatter(-1, chosen, best)
         return torch.einsum("bted,bte->btd", F.dropout(self.every(x), 0.2), scores)
+
+    def undefined(self, x: Tensor, logits: Tensor) -> Tensor:
+        """0 / 0 is no zero."""
+        mask = F.one_hot(logits.argmax(-1), EXPERTS).to(logits.dtype)
+        return self.mixed(x, (mask / mask).nan_to_num(0.5))
+
+    def infinite(self, x: Tensor, logits: Tensor) -> Tensor:
+        """0 · −∞ is no zero."""
+        mask = F.one_hot(logits.argmax(-1), EXPERTS).to(logits.dtype)
+        return self.mixed(x, (mask * mask.log()).nan_to_num(0.5))
+
+    def steered(self, x: Tensor, logits: Tensor) -> Tensor:
+        """The gradients of the results of all experts have an addend."""
+        best, chosen = logits.topk(CHOICES, -1)
+        scores = torch.zeros_like(logits).scatter(-1, chosen, best)
+        return torch.einsum("bted,bte->btd", Steered.apply(self.every(x)), scores)
+
+    def sliced(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Some copies of the tokens are left out."""
+        best, chosen = logits.topk(CHOICES, -1)
+        first, second = x.unsqueeze(2).expand(-1, -1, 2 * EXPERTS, -1).chunk(2, 2)
+        scores = torch.zeros_like(logits).scatter(-1, chosen, best)
+        return torch.einsum("bted,bte->btd", self.every(x) * first + second, scores)
 
     def most(self, x: Tensor, logits: Tensor) -> Tensor:
         best, chosen = logits.topk(EXPERTS - 1, -1)

@@ -14,6 +14,10 @@ from partc.ir.program import Program
 
 CHOSEN = Path(__file__).parents[1] / "models" / "chosen.py"
 TOKENS, EXPERTS = 48, 6
+EVERY = (
+    "threshold", "straight", "averaged", "competing", "shifted", "by_expert", "twice", "dropped", "most", "undefined",
+    "infinite", "steered", "sliced",
+)  # fmt: skip
 
 
 def rows(program: Program) -> set[int]:
@@ -39,6 +43,7 @@ def rows(program: Program) -> set[int]:
         ("gathered", 2, "dp=2,ep=2", {"microbatches": 2}),
         ("switch", 1, "ep=2", {}),
         ("matched", 2, "dp=2,ep=2", {"recompute": "selective"}),
+        ("larger", 2, "dp=2,tp=2", {}),
     ],
 )
 def test_only_chosen_rows_are_computed(
@@ -50,10 +55,7 @@ def test_only_chosen_rows_are_computed(
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
 
 
-@pytest.mark.parametrize(
-    "style",
-    ["threshold", "straight", "averaged", "competing", "shifted", "by_expert", "twice", "dropped", "most"],
-)
+@pytest.mark.parametrize("style", EVERY)
 def test_every_row_is_computed_where_it_counts(style: str) -> None:
     """Without the axis ep such models stay as they are."""
     done = compilation(CHOSEN, None, Options.checked(mesh="dp=2"), model_options={"style": style}, until="dense")
@@ -61,7 +63,7 @@ def test_every_row_is_computed_where_it_counts(style: str) -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("style", ["straight", "averaged", "shifted", "by_expert", "twice"])
+@pytest.mark.parametrize("style", ["straight", "averaged", "shifted", "by_expert", "twice", "infinite", "steered"])
 def test_every_row_travels_where_it_counts(style: str) -> None:
     package = partc.compile(CHOSEN, mesh="dp=2,ep=2", precision="fp64", options={"style": style})
     assert rows(package.program) == {TOKENS * EXPERTS}

@@ -43,9 +43,10 @@ from partc.frontend.repeats.module_rows import ModuleRows, UnequalError, WholeTr
 from partc.frontend.results import Read
 from partc.frontend.state.constant_buffers import Recipes
 from partc.frontend.state.first_values import FirstStepsFound, first_steps
-from partc.frontend.state.frozen_state import StateWatch, check
+from partc.frontend.state.frozen_state import check
 from partc.frontend.state.replaced_buffers import ReplacedError, with_plain_buffers
 from partc.frontend.state.shared_memory import module_pairs, pairs_in_memory, untrained_pairs
+from partc.frontend.state.state_watch import StateWatch
 from partc.frontend.state.weight_identity import ConstructedWeights
 from partc.frontend.trace_errors import explained_error, innermost_user_line
 from partc.frontend.traceable_forms.flex_attention import flexible_attention

@@ -32,9 +32,9 @@ from partc.frontend.state.constant_buffers import Recipe, recomputed
 from partc.frontend.state.first_steps import UnsettledError, step_of
 from partc.frontend.state.first_values import Attributes
 from partc.frontend.state.flags import is_counter, is_flag
-from partc.frontend.state.frozen_state import StateWatch
 from partc.frontend.state.kept_attributes import kept_attributes
 from partc.frontend.state.replaced_buffers import Buffers, registering
+from partc.frontend.state.state_watch import StateWatch
 from partc.frontend.state.weight_identity import ConstructedWeights
 from partc.frontend.trace_errors import RaisedError, explained_error
 from partc.frontend.traceable_forms.assignments import traceable_assignments

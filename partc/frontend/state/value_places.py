@@ -234,11 +234,13 @@ class Array(ValuePlace):
         ValuePlace.restore(self)
 
 
-Counters = Mapping[Key, ValuePlace]
+ValuePlaces = Mapping[Key, ValuePlace]
 
 
-def counters(places: Iterable[tuple[Any, Put | None]]) -> dict[Key, ValuePlace]:
-    """The leaves at places, given as their values and the functions that put others there, and below them, by key."""
+def value_places(places: Iterable[tuple[Any, Put | None]]) -> dict[Key, ValuePlace]:
+    """The places of numbers, texts, containers and iterators, by key: at places given as their values and the functions
+    that put others there, and below them.
+    """
     seen: dict[int, Any] = {}
     return {key: leaf for index, (value, put) in enumerate(places) for key, leaf in _leaves(value, put, (index,), seen)}
 
@@ -291,7 +293,7 @@ def _leaves(value: Any, put: Put | None, key: Key, seen: dict[int, Any]) -> Iter
 
 
 def _below(value: Any, put: Put | None, key: Key, seen: dict[int, Any]) -> Iterator[tuple[Key, ValuePlace]]:
-    """The leaves of the items of a container."""
+    """The places in the items of a container."""
     if isinstance(value, _SETS):
         return
     items = [*value] if isinstance(value, tuple) else value

@@ -172,7 +172,7 @@ class _Mixed:
 
     def _wanted(self, region: Region) -> Iterator[tuple[Op, Precision]]:
         """All operations of a region with their precision."""
-        params = {value.name for value in region.params}
+        params = {value.name for value in region.params}  # and their reshapes
         biases = {value.name for value in region.params if len(value.type.shape) == 1}
         experts = {product.chosen for op in region.forward.ops if (product := ExpertMatmul.of(op))}
         products: set[str] = set()
@@ -180,7 +180,9 @@ class _Mixed:
             wanted = self.casts.get(op.name) or ("high" if op.wide else precision_of(op.name))
             op = replace(op, wide=False)
             reads = [*op.refs()]
-            if is_matmul(op) and wanted == "low":
+            if op.name == "reshape" and params.issuperset(reads):
+                params.add(op.result.name)
+            elif is_matmul(op) and wanted == "low":
                 products.update(value.name for value in op.results)
             elif op.name in self.casts or len(reads) != 2:
                 pass

@@ -69,3 +69,9 @@ def test_every_row_travels_where_it_counts(style: str) -> None:
     assert rows(package.program) == {TOKENS * EXPERTS}
     found = package.verify(steps=2)
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
+
+
+def test_rows_of_experts_with_biases_travel_in_16_bits() -> None:
+    package = partc.compile(CHOSEN, mesh="ep=2", precision="bf16", options={"style": "below"})
+    ops = (op for region in package.program.regions for op in region.forward.ops)
+    assert {op.result.type.dtype for op in ops if op.name in ("dispatch", "combine")} == {"bf16"}

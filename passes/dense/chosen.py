@@ -44,12 +44,12 @@ _DIMS = {"slice": 1, "split": 2, "repeat_interleave": 2}  # the positions of the
 
 
 class _NotByRowError(Exception):
-    """Some operation does not compute the elements of an expert from the same expert's."""
+    """An operation mixes the rows of experts, so that the chosen ones cannot be computed alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Numbers of the experts that each token chooses. The block EXPERTS of their form counts a token's choices."""
+    """A tensor with the numbers of each token's chosen experts. The block EXPERTS of its form counts the choices."""
 
     name: str
     form: Form
@@ -65,7 +65,10 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """The operands of a sum over experts that have a dimension for experts, or that of a gather, and its index."""
+    """The end of a mixture: a sum over experts, or a gather of some experts' results, which has an index.
+
+    `operands` are the operands that have a dimension for experts.
+    """
 
     operands: Mapping[str, Form]
     index: tuple[str, Form] | None = None
@@ -139,7 +142,7 @@ def _first(region: Region) -> Region | None:
 
 
 def _ends(op: Op, types: Mapping[str, TensorType]) -> Iterator[_End]:
-    """The ways to read an operation as a sum over experts, or as a gather of some of them."""
+    """The possible ends of mixtures that an operation may be, one for each dimension that may count experts."""
     names = [*op.refs()]
     shapes = [types[name].shape for name in names]
     if op.name == "sum":
@@ -234,7 +237,7 @@ class _ChosenRows:
         return tuple(w.ops)
 
     def _gathering(self, name: str, form: Form) -> _Choice | None:
-        """The choice behind the index of a gather, which is repeated along features."""
+        """The choice that a gather's index repeats for every feature."""
         while (op := self.facts.makers.get(name)) is not None and op.name in _MOVES:
             forms = operand_forms(op, name, form, self.writer.types)
             if forms is None:
@@ -298,7 +301,7 @@ class _ChosenRows:
         return None if found is None or number is None else (number, found[1])
 
     def _computed(self, op: Op, name: str, numbers: Sequence[float]) -> float | None:
-        """The number that an operation makes of numbers."""
+        """The result of an operation whose operands are filled with these numbers; None if its elements differ."""
         if op.name in _MOVES or op.name in ("slice", "split"):
             return numbers[0]
         if op.name == "cat":
@@ -313,7 +316,7 @@ class _ChosenRows:
         return float(results_of(op, known)[name])
 
     def _filled(self, arg: Arg) -> float | None:
-        """The number with which a tensor is filled."""
+        """The number with which a tensor is filled; None for other tensors."""
         while isinstance(arg, Ref):
             op = self.facts.makers.get(arg.name)
             if op is None or op.name not in {*_MOVES, "to", "full"}:
@@ -322,7 +325,7 @@ class _ChosenRows:
         return float(arg) if isinstance(arg, int | float) else None
 
     def _scattered(self, op: Op, form: Form) -> tuple[float, _Choice] | None:
-        """The number of a filled tensor, of which `scatter` writes the places of the chosen experts."""
+        """The number of a filled tensor into which `scatter` writes at the chosen experts."""
         base, dim, index = op.args[0], op.args[1], op.args[2]
         blocks, number = blocks_by_dim(op.result.type.shape, form), self._filled(base)
         if number is None or blocks is None or not isinstance(dim, int) or not isinstance(index, Ref):
@@ -353,7 +356,7 @@ class _ChosenRows:
 
     @staticmethod
     def _over_choices(given: tuple[float, _Choice] | None, kept: Collection[Label]) -> tuple[float, _Choice] | None:
-        """The number of a sum of zeros: over features, or over the choices of a token."""
+        """The zero that a sum over features, or over a token's choices, makes of zeros."""
         assert given is not None
         number, choice = given
         gone = [block for block in choice.tokens if block[0] not in kept]
@@ -392,7 +395,7 @@ class _ChosenRows:
         return self._gathered(name, form)
 
     def _source(self, name: str, form: Form) -> tuple[str, Form]:
-        """The value of which reshapes and permutations make this one."""
+        """The value behind the reshapes and permutations that made this one, and its form."""
         op = self.facts.makers.get(name)
         forms = None if op is None or op.name not in _ORDERS else operand_forms(op, name, form, self.writer.types)
         if op is None or forms is None or len(labels(forms[0])) < len(forms[0]):
@@ -431,7 +434,7 @@ class _ChosenRows:
         return [value.name for value in results]
 
     def _reshaped(self, name: str, shape: Sequence[int], stem: str) -> str:
-        """Write a reshape; one of a reshape reads the latter's operand."""
+        """Write a reshape. A reshape of a reshape reads the first operand."""
         made = self._reshapes.get(name, name)
         found = self.writer.reshape(made, shape, stem)
         if found != made:
@@ -448,7 +451,7 @@ class _ChosenRows:
         return (*shape[:place], shape[place] // self.experts * self.choice.count, *shape[place + 1 :])
 
     def _gathered(self, name: str, form: Form) -> str:
-        """Write the elements of a value by token and expert at the choices."""
+        """Write the elements that a value with one for each token and expert has at the choices."""
         w, op, count = self.writer, self.facts.makers.get(name), self.choice.count
         if op is not None and op.name == "scatter" and isinstance(op.args[3], Ref) and not op.attrs:
             found = self._scattered(op, form)

@@ -214,7 +214,10 @@ class Lift:
         w.define("where", (Ref(hit), Ref(spread), Ref(into)), w.shape(into), dtype, made.name)
 
     def _common_places(self, writes: Sequence[Write]) -> tuple[tuple[str, ...], list[int]]:
-        """The masks of writes that follow each other, and the dimensions of the places, which are those of all."""
+        """The mask of each write, and the dimensions of its places, which are the same for all writes.
+
+        Raises NotEqualError unless each write continues the one before it.
+        """
         for earlier, later in pairwise(writes):
             if later.into != earlier.op.result.name:
                 raise NotEqualError

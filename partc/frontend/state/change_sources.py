@@ -113,7 +113,7 @@ def _targets(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _words(node: ast.AST, variables: bool) -> Iterator[str]:
-    """The names of attributes and keys along a chain such as `self.known["n"].value`, and of its variable."""
+    """The attributes and keys of a chain such as `self.known["n"].value`; with `variables`, also its first name."""
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
         if isinstance(node, ast.Attribute):
             yield node.attr

@@ -151,7 +151,7 @@ def _is_fake(value: Any) -> bool:
 
 
 def _renewed(value: Any) -> Any:
-    """The value with new tensors: in place of itself, or of the tensors in its tuples."""
+    """A new tensor for a tensor; for a tuple, one with new tensors; other values unchanged."""
     if isinstance(value, Tensor):
         return torch.empty(value.shape, dtype=value.dtype)
     return tuple(map(_renewed, value)) if type(value) is tuple else value

@@ -179,8 +179,8 @@ def _scored(stacked: Value, dim: int, graph: Graph, types: Mapping[str, TensorTy
                 first = names[0] == stacked.name
                 scores, last = (shapes[0], dim == rank - 1) if first else (shapes[0][::-1], dim == rank - 2)
                 return last and (scores[-2:] == (experts, 1) if first else scores[:2] == (experts, 1))
-            case "einsum", (str(text), *_) if len(shapes) == 1 and "->" in text:
-                letters = dict(zip(names, text.replace(" ", "").split("->")[0].split(","), strict=True))
+            case "einsum", _ if len(shapes) == 1 and (terms := _equation(op)[0]):
+                letters = dict(zip(names, terms, strict=True))
                 own, other = letters.pop(stacked.name, ""), *letters.values()
                 return own[dim] in other and own[-1] not in other
     return False
@@ -229,12 +229,19 @@ def _letters(
             for shape in shapes
         ]
         return names, ((*given[0], "x", "y"), (*given[1], "y", "z")), (*batch, "x", "z")
-    if op.name == "einsum" and len(names) == 2 and isinstance(op.args[0], str) and "->" in op.args[0]:
-        terms, out = op.args[0].replace(" ", "").split("->")
-        if "." not in op.args[0] and all(len(set(term)) == len(term) for term in terms.split(",")):
-            left, right = terms.split(",")
-            return names, (tuple(left), tuple(right)), tuple(out)
+    terms, out = _equation(op)
+    if len(terms) == 2 and all(len(set(term)) == len(term) for term in terms):
+        left, right = terms
+        return names, (tuple(left), tuple(right)), tuple(out)
     return None
+
+
+def _equation(op: Op) -> tuple[list[str], str]:
+    """The letters of an einsum's operands, and of its result; none for other operations."""
+    if op.name != "einsum" or not isinstance(text := op.args[0], str) or "->" not in text or "." in text:
+        return [], ""
+    given, out = text.replace(" ", "").split("->")
+    return given.split(","), out
 
 
 def _lookup(op: Op | None) -> tuple[str, str] | None:
@@ -445,11 +452,11 @@ class _Dense:
 
     def _mixture(self, op: Op) -> _Mixture | None:
         """An einsum as a product by expert; None if it is not one."""
-        if op.name != "einsum" or not isinstance(op.args[0], str) or "->" not in op.args[0] or "." in op.args[0]:
+        terms, out = _equation(op)
+        if not terms:
             return None
         names = [*op.refs()]
-        given, out = op.args[0].replace(" ", "").split("->")
-        letters = dict(zip(names, given.split(","), strict=True))
+        letters = dict(zip(names, terms, strict=True))
         weights = next((name for name in names if name in self.weights and len(letters[name]) == 3), "")
         others = tuple(name for name in names if name != weights)
         if not weights or len(letters) < len(names) or not self.weights.isdisjoint(others):

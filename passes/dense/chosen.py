@@ -35,9 +35,11 @@ from partc.passes.route.writes import Distinct
 from partc.rules import is_elementwise
 from partc.rules.integer_bounds import IntegerBounds, bounds_of_graph
 from partc.rules.local import SHAPES
-from partc.rules.rule import argument, integers
+from partc.rules.rule import argument
 from partc.rules.shapes import copies
+from partc.rules.tried import rule_of
 
+_SUMS = frozenset({"sum", "einsum", "matmul", "bmm"})
 _MOVES = frozenset({"reshape", "permute", "expand", "repeat"})
 _ORDERS = frozenset({"reshape", "permute"})
 _DIMS = {"slice": 1, "split": 2, "repeat_interleave": 2}  # the positions of these operations' dimensions
@@ -144,42 +146,17 @@ def _first(region: Region) -> Region | None:
 def _ends(op: Op, types: Mapping[str, TensorType]) -> Iterator[_End]:
     """The possible ends of mixtures that an operation may be, one for each dimension that may count experts."""
     names = [*op.refs()]
-    shapes = [types[name].shape for name in names]
-    if op.name == "sum":
-        for dim in integers(argument(op, 1, "dim", ())):
-            yield _End({names[0]: _by_dim(shapes[0], dim)})
-    elif op.name == "gather":
-        shape, chosen = shapes
-        along = argument(op, 1, "dim")
-        if isinstance(along, int) and math.prod(shape) * chosen[along] == math.prod(chosen) * shape[along]:
-            yield _End({names[0]: _by_dim(shape, along)}, (names[1], _by_dim(chosen, along)))
-    elif len(set(names)) == len(names):
-        terms, out = _letters(op, shapes)
-        for letter in sorted({*"".join(terms)} - {*out}):
-            held = [(name, term) for name, term in zip(names, terms, strict=True) if letter in term]
-            yield _End({name: form_of(types[name].shape, _named(term, term.index(letter))) for name, term in held})
-
-
-def _by_dim(shape: Sequence[int], experts: int) -> Form:
-    """A form with one block for each dimension, of which one counts experts."""
-    return form_of(shape, _named([str(dim) for dim in range(len(shape))], experts % len(shape)))
-
-
-def _named(names: Sequence[str], experts: int) -> list[str]:
-    return [EXPERTS if place == experts else name for place, name in enumerate(names)]
-
-
-def _letters(op: Op, shapes: Sequence[tuple[int, ...]]) -> tuple[list[str], str]:
-    """The letters of a product's operands and of its result; none for other operations."""
-    if op.name == "einsum" and isinstance(text := op.args[0], str) and "->" in text and "." not in text:
-        given, out = text.replace(" ", "").split("->")
-        if all(len(set(term)) == len(term) for term in given.split(",")):
-            return given.split(","), out
-    if op.name in ("matmul", "bmm") and min(map(len, shapes)) > 1:
-        batch = "abcdefgh"[: len(op.result.type.shape) - 2]
-        left, right = (batch[len(batch) - len(shape) + 2 :] for shape in shapes)
-        return [f"{left}xy", f"{right}yz"], f"{batch}xz"
-    return [], ""
+    if op.name == "gather":
+        (shape, chosen), dim = (types[name].shape for name in names), argument(op, 1, "dim")
+        if isinstance(dim, int) and math.prod(shape) * chosen[dim] == math.prod(chosen) * shape[dim]:
+            dims = [EXPERTS if place == dim % len(shape) else str(place) for place in range(len(shape))]
+            yield _End({names[0]: form_of(shape, dims)}, (names[1], form_of(chosen, dims)))
+    if op.name in _SUMS and len({*names}) == len(names) and (rule := rule_of(op, types)) is not None:
+        for summed in (factor for factor in rule.factors if factor.kind == "contracted"):
+            blocks = {factor.name: (factor.name, factor.size) for factor in rule.factors}
+            blocks[summed.name] = EXPERTS, summed.size
+            forms = (tuple(blocks[each] for dim in dims for each in dim) for dims in rule.operands)
+            yield _End({name: form for name, form in zip(names, forms, strict=True) if EXPERTS in labels(form)})
 
 
 def _counts_places(op: Op, dim: int) -> bool:

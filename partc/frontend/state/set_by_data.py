@@ -80,7 +80,10 @@ def _read(function: ast.FunctionDef) -> Iterator[str]:
 
 
 def _set(function: ast.FunctionDef) -> Iterator[tuple[str, str, ast.expr]]:
-    """The globals that a function sets in each call, or whose attributes or items: each with the last name."""
+    """The globals that a function assigns or changes in each call, each with the last name of the target and its node.
+
+    The last name of `SCHEDULE["rate"]` is rate.
+    """
     shared = _globals(function)
     stored = (node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
     own = {node.id for node in stored} | {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
